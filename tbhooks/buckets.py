@@ -1,0 +1,46 @@
+"""A tensor to half-octave bucket counts, on its own device.
+
+The bucket is read off the float's bits: sign, exponent and the top bit of the mantissa index a small
+table. No range has to be known first, so there is no extra pass and no sync, and edges never move.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from tbhooks.stats import BUCKETS, HALF_OCTAVES, LOWEST_EXPONENT, MIDDLE
+
+# One more than the real buckets: NaN and infinities are counted there and left behind.
+SLOTS = BUCKETS + 1
+REJECTED = BUCKETS
+
+# (bits to shift away, exponent bits) of the two formats everything is widened to.
+_LAYOUT = {torch.float32: (torch.int32, 22, 8), torch.float64: (torch.int64, 51, 11)}
+
+
+@lru_cache(maxsize=16)
+def _table(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Bucket of every (sign, exponent, top mantissa bit), laid out so that the shifted bits index it.
+
+    The shift is arithmetic: negative numbers give negative indices, which count from the table's end.
+    """
+    _, _, exponent_bits = _LAYOUT[dtype]
+    half = 1 << (exponent_bits + 1)
+    bias = (1 << (exponent_bits - 1)) - 1
+    bits = torch.arange(half)
+    above = (bits - 2 * (bias + LOWEST_EXPONENT) + 1).clamp(0, HALF_OCTAVES)
+    infinite = bits >= half - 2
+    positive = torch.where(infinite, REJECTED, MIDDLE + above)
+    negative = torch.where(infinite, REJECTED, MIDDLE - above)
+    return torch.cat([positive, negative]).to(device)
+
+
+def add_counts(numbers: Tensor, out: Tensor) -> None:
+    """Adds the bucket counts of a real, flat tensor to the `SLOTS` integers of `out`."""
+    wide = numbers if numbers.dtype in _LAYOUT else numbers.float()
+    integer, shift, _ = _LAYOUT[wide.dtype]
+    bucket = _table(wide.dtype, wide.device)[wide.contiguous().view(integer) >> shift]
+    out.scatter_add_(0, bucket, torch.ones_like(out[:1]).expand(bucket.shape))

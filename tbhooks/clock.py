@@ -1,0 +1,210 @@
+"""When a training step ends: the optimizer that owns the parameters says so, or forwards, or the user.
+
+The clock counts steps and calls back; it reads no tensor and writes nothing. It registers hooks on
+optimizers only (all of them, once, through torch's own global hooks), never on modules.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from tbhooks.probe import in_backward
+from tbhooks.report import Report
+
+MODES = ("auto", "optimizer", "forward", "manual")
+# In "auto", this many forwards with no optimizer step mean that no optimizer is coming. Longer
+# accumulations than this are rarer than loops without an optimizer.
+FORWARDS_WITHOUT_OPTIMIZER = 32
+
+
+class Listener(Protocol):
+    """What the clock calls."""
+
+    def owns(self, optimizer: Optimizer) -> bool: ...
+
+    def before_optimizer(self, optimizer: Optimizer, has_closure: bool) -> None: ...
+
+    def after_optimizer(self, optimizer: Optimizer, has_closure: bool) -> None: ...
+
+    def step_ended(self) -> None: ...
+
+    def watch_root(self, told: Callable[[], None]) -> RemovableHandle | None: ...
+
+    def admits(self, model: nn.Module) -> bool: ...
+
+
+class Round:
+    """Which optimizer's step ends a training step, when one model has several optimizers.
+
+    A step is over when every optimizer that took part in the last one has stepped again. An optimizer
+    first seen right after that belongs to the step just ended and is waited for from then on; one that
+    comes round a second time shows that the others are not coming.
+    """
+
+    def __init__(self) -> None:
+        self._members: set[int] = set()
+        self._stepped: set[int] = set()
+
+    def is_late(self, key: int) -> bool:
+        """Whether this optimizer belongs to the step that has just ended."""
+        return bool(self._members) and not self._stepped and key not in self._members
+
+    def comes_again(self, key: int) -> bool:
+        """Whether the open step ended before this optimizer's step began."""
+        if key not in self._stepped:
+            return False
+        self._members, self._stepped = set(self._stepped), set()
+        return True
+
+    def ends(self, key: int) -> bool:
+        """Whether this optimizer's step has ended the training step."""
+        if self.is_late(key):
+            self._members.add(key)
+            return False
+        self._members.add(key)
+        self._stepped.add(key)
+        if self._stepped >= self._members:
+            self._stepped = set()
+            return True
+        return False
+
+
+class Clock:
+    """Counts the steps of one model. `mode` is what ends them; "auto" until that is known."""
+
+    def __init__(self, mode: str, model: nn.Module, listener: Listener, report: Report) -> None:
+        self.mode = mode
+        self.count = 0
+        self._model = weakref.ref(model)
+        self._listener = listener
+        self._report = report
+        self._auto = mode == "auto"
+        self._round = Round()
+        self._owned: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
+        self._closures: set[int] = set()
+        self._forwards = 0
+        self._versions = -1
+        self._ends_with_backward = False
+        self._root: RemovableHandle | None = None
+        self._handles: list[RemovableHandle] = []
+
+    def start(self) -> None:
+        self._handles = [
+            register_optimizer_step_pre_hook(self._before),
+            register_optimizer_step_post_hook(self._after),
+        ]
+        if self.mode in ("auto", "forward"):
+            self._root = self._listener.watch_root(self._forward_begins)
+
+    def stop(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._owned.clear()
+        self._leave_root()
+
+    def manual(self) -> None:
+        """From now on only the user ends steps."""
+        self.mode, self._auto = "manual", False
+        self._leave_root()
+
+    def look_again(self) -> None:
+        """Parameters may have been replaced: which optimizers own them is found out anew."""
+        self._owned.clear()
+
+    def tick(self) -> None:
+        self._listener.step_ended()
+        self.count += 1
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        with self._report.guarded("before the optimizer's step"):
+            if not self._owns(optimizer):
+                return
+            self._optimizer_found()
+            if self.mode == "optimizer" and self._round.comes_again(id(optimizer)):
+                self.tick()
+            if self.mode != "optimizer" or not self._round.is_late(id(optimizer)):
+                # args[0] is the optimizer itself.
+                has_closure = any(value is not None for value in (*args[1:], kwargs.get("closure")))
+                if has_closure:
+                    self._closures.add(id(optimizer))
+                self._listener.before_optimizer(optimizer, has_closure)
+
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        with self._report.guarded("after the optimizer's step"):
+            if not self._owns(optimizer):
+                return
+            had_closure = id(optimizer) in self._closures
+            self._closures.discard(id(optimizer))
+            self._listener.after_optimizer(optimizer, had_closure)
+            if self.mode != "optimizer":
+                return
+            if in_backward():
+                self._end_with_backward()
+            elif self._round.ends(id(optimizer)):
+                self.tick()
+
+    def _end_with_backward(self) -> None:
+        """Optimizers that step inside backward, one a parameter: the step ends when backward does."""
+        if not self._ends_with_backward:
+            self._ends_with_backward = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
+
+    def _backward_ended(self) -> None:
+        self._ends_with_backward = False
+        with self._report.guarded("after backward"):
+            self.tick()
+
+    def _owns(self, optimizer: Optimizer) -> bool:
+        owned = self._owned.get(optimizer)
+        if owned is None:
+            owned = self._owned[optimizer] = self._listener.owns(optimizer)
+        return owned
+
+    def _optimizer_found(self) -> None:
+        if self._auto and self.mode != "optimizer":
+            if self.mode == "forward":
+                self._report.tell("an optimizer steps this model after all: steps are counted by it from now on")
+            self.mode = "optimizer"
+            self._leave_root()
+
+    def _forward_begins(self) -> None:
+        with self._report.guarded("before the model's forward"):
+            model = self._model()
+            if model is None or in_backward() or not self._listener.admits(model):
+                return
+            if self.mode == "auto" and self._forwards and self._no_optimizer_is_coming(model):
+                self.mode = "forward"
+            if self.mode == "forward" and self._forwards:
+                self.tick()
+            self._forwards += 1
+            self._versions = _versions(model)
+
+    def _no_optimizer_is_coming(self, model: nn.Module) -> bool:
+        changed = _versions(model) != self._versions
+        if changed or self._forwards >= FORWARDS_WITHOUT_OPTIMIZER:
+            why = "weights change without one" if changed else f"none stepped in {self._forwards} forwards"
+            self._report.tell(
+                f"no torch optimizer steps this model ({why}): each forward counts as a step; updates cannot be seen. "
+                'Call step() yourself, or say step="forward" to count forwards from the start'
+            )
+            return True
+        return False
+
+    def _leave_root(self) -> None:
+        if self._root is not None:
+            self._root.remove()
+            self._root = None
+
+
+def _versions(model: nn.Module) -> int:
+    """Changes whenever a parameter is written in place."""
+    return sum(parameter._version for parameter in model.parameters())

@@ -1,0 +1,48 @@
+"""What tbhooks raises, always at the call that was wrong and never from inside a training step."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class TbhooksError(Exception):
+    """Every exception of tbhooks is one of these."""
+
+
+class ArgumentError(TbhooksError, ValueError, TypeError):
+    """An argument tbhooks cannot work with.
+
+    It is a ValueError and a TypeError at once: which of the two a wrong argument "is" should not
+    decide whether a caller's `except` sees it.
+    """
+
+
+class ClosedError(TbhooksError, RuntimeError):
+    """A closed watch was used again."""
+
+
+class UnknownSiteError(TbhooksError, KeyError):
+    """A frame or history was asked for a place it holds no number of."""
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
+
+
+def nearest(wrong: str, allowed: Iterable[str], limit: int = 5) -> str:
+    """Says which of `allowed` the reader most likely meant: `did you mean 'std'?`, or lists a few."""
+    names = list(dict.fromkeys(allowed))
+    close = difflib.get_close_matches(wrong, names, n=limit, cutoff=0.5)
+    if close:
+        return "did you mean " + " or ".join(repr(name) for name in close) + "?"
+    shown = ", ".join(repr(name) for name in names[:limit])
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return f"there is {shown}{more}" if names else "there is none"
+
+
+def check_names(what: str, names: Iterable[object], allowed: Iterable[str]) -> None:
+    """Raises for the first name that is not allowed, with the nearest that is."""
+    known = tuple(allowed)
+    for name in names:
+        if name not in known:
+            raise ArgumentError(f"unknown {what} {name!r}: {nearest(str(name), known)}")

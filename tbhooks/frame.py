@@ -1,0 +1,178 @@
+"""The vocabulary: where a number was taken (Site), all numbers of one step (Frame), what is wrong (Finding).
+
+Frames are the only thing capture hands to delivery. They are immutable, live on the CPU and need
+neither torch nor the model they came from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any, Literal
+
+import numpy as np
+
+from tbhooks import stats
+from tbhooks.errors import ArgumentError, UnknownSiteError, nearest
+from tbhooks.stats import BUCKETS, COLUMNS, STAT_NAMES, Counts, Floats
+
+Severity = Literal["info", "warning", "error"]
+KINDS = ("activation", "gradient", "weight", "weight_gradient", "update")
+ROOT = "(root)"
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where a number was taken: a module's or parameter's path, the kind, and which of several outputs."""
+
+    path: str
+    kind: str
+    index: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.path + self.index
+
+    def __str__(self) -> str:
+        return f"{self.kind}/{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something wrong with the model: what, where, since when, what to try."""
+
+    step: int
+    site: Site | None
+    rule: str
+    severity: Severity
+    message: str
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        site = None if self.site is None else [self.site.path, self.site.kind, self.site.index]
+        return {
+            "step": self.step, "site": site, "rule": self.rule, "severity": self.severity,
+            "message": self.message, "evidence": dict(self.evidence),
+        }  # fmt: skip
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Finding:
+        site = None if data["site"] is None else Site(*data["site"])
+        return cls(data["step"], site, data["rule"], data["severity"], data["message"], data["evidence"])
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """The statistics of one site in one frame, each an attribute: `reading.std`, `reading.p50`."""
+
+    site: Site
+    row: Floats
+    counts: Counts
+
+    def __getattr__(self, name: str) -> float:
+        if name not in STAT_NAMES:
+            raise AttributeError(f"no stat {name!r}: {nearest(name, STAT_NAMES)}")
+        return float(stats.stat(name, self.row[None], self.counts[None])[0])
+
+    def underflow_fraction(self, dtype: object) -> float:
+        """Share of the elements that would become zero in `dtype` ("float16", torch.float8_e5m2, ...)."""
+        return float(stats.underflow_fraction(self.row[None], self.counts[None], dtype)[0])
+
+    def overflow_fraction(self, dtype: object) -> float:
+        """Share of the elements that would become infinite in `dtype`."""
+        return float(stats.overflow_fraction(self.row[None], self.counts[None], dtype)[0])
+
+    def __dir__(self) -> list[str]:
+        return [*object.__dir__(self), *STAT_NAMES]
+
+    def __repr__(self) -> str:
+        shown = ("count", "mean", "std", "norm", "min", "max", "zero_fraction", "nan_count", "inf_count")
+        return f"{self.site}: " + " ".join(f"{name}={getattr(self, name):.6g}" for name in shown)
+
+
+@dataclass(frozen=True, eq=False)
+class Frame:
+    """Every number of one logged step, in execution order.
+
+    `values[i]` is the row of `sites[i]` (columns: `tbhooks.stats.COLUMNS`) and `buckets[i]` its
+    histogram; `buckets` has no columns on a step that took none. `scalars` holds what rode along,
+    by its TensorBoard tag: `train/loss`, `train.lr/0`.
+    """
+
+    step: int
+    time: float
+    rank: int
+    sites: tuple[Site, ...]
+    values: Floats
+    buckets: Counts
+    findings: tuple[Finding, ...] = ()
+    scalars: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        n = len(self.sites)
+        if self.values.shape != (n, len(COLUMNS)) or self.buckets.shape not in ((n, 0), (n, BUCKETS)):
+            raise ArgumentError(
+                f"a frame of {n} sites needs values of shape {(n, len(COLUMNS))} and buckets of shape {(n, BUCKETS)} "
+                f"or {(n, 0)}, not {self.values.shape} and {self.buckets.shape}"
+            )
+        self.values.flags.writeable = False
+        self.buckets.flags.writeable = False
+        object.__setattr__(self, "scalars", MappingProxyType(dict(self.scalars)))
+
+    @cached_property
+    def _index(self) -> dict[tuple[str, str], int]:
+        return {(site.name, site.kind): i for i, site in enumerate(self.sites)}
+
+    def __getitem__(self, key: tuple[str, str]) -> Reading:
+        if not (isinstance(key, tuple) and len(key) == 2):
+            raise ArgumentError(f'a frame is read as frame["path", "kind"], not {key!r}')
+        if key not in self._index:
+            path, kind = key
+            kinds = [s.kind for s in self.sites if s.name == path]
+            if kinds:
+                raise UnknownSiteError(f"no {kind} of {path!r} at step {self.step}: {nearest(str(kind), kinds)}")
+            hint = nearest(str(path), [s.name for s in self.sites if s.kind == kind] or [s.name for s in self.sites])
+            raise UnknownSiteError(f"nothing of {path!r} ({kind}) at step {self.step}: {hint}")
+        i = self._index[key]
+        return Reading(self.sites[i], self.values[i], self.buckets[i])
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._index
+
+    def stat(self, name: str) -> Floats:
+        """One statistic of every site, in the order of `sites`."""
+        return stats.stat(name, self.values, self.buckets)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain Python values; `Frame.from_dict` reads them back unchanged."""
+        return {
+            "step": self.step, "time": self.time, "rank": self.rank,
+            "sites": [[s.path, s.kind, s.index] for s in self.sites],
+            "values": self.values.tolist(),
+            "buckets": [{int(b): int(row[b]) for b in np.flatnonzero(row)} for row in self.buckets]
+            if self.buckets.shape[1] else None,
+            "findings": [finding.to_dict() for finding in self.findings],
+            "scalars": dict(self.scalars),
+        }  # fmt: skip
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Frame:
+        n = len(data["sites"])
+        buckets = np.zeros((n, 0 if data["buckets"] is None else BUCKETS), dtype=np.int64)
+        for row, counts in zip(buckets, data["buckets"] or (), strict=False):
+            for bucket, count in counts.items():
+                row[int(bucket)] = count
+        return cls(
+            step=data["step"], time=data["time"], rank=data["rank"],
+            sites=tuple(Site(*site) for site in data["sites"]),
+            values=np.array(data["values"], dtype=np.float64).reshape(n, len(COLUMNS)),
+            buckets=buckets,
+            findings=tuple(Finding.from_dict(finding) for finding in data["findings"]),
+            scalars=data["scalars"],
+        )  # fmt: skip
+
+    def __repr__(self) -> str:
+        kinds = ", ".join(f"{sum(s.kind == kind for s in self.sites)} {kind}" for kind in KINDS)
+        return f"Frame(step={self.step}, {kinds}, {len(self.findings)} findings)"

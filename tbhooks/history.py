@@ -1,0 +1,69 @@
+"""The last frames of a run, bounded: what rules judge by and notebooks plot."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from tbhooks.errors import ArgumentError, nearest
+from tbhooks.frame import Frame
+from tbhooks.stats import STAT_NAMES, Floats
+
+MOST_FRAMES = 1000
+# A frame's buckets weigh forty times its rows, so only the newest frames keep theirs.
+MOST_WITH_BUCKETS = 50
+
+
+class History:
+    """Frames oldest first: `history[-1]`, `len(history)`, `for frame in history`."""
+
+    def __init__(self, most_frames: int = MOST_FRAMES) -> None:
+        self._frames: deque[Frame] = deque(maxlen=most_frames)
+        self._lock = threading.Lock()
+
+    def append(self, frame: Frame) -> None:
+        """Adds a frame; scalars that came late join the frame of their step."""
+        with self._lock:
+            if not frame.sites and self._join(frame):
+                return
+            self._frames.append(frame)
+            if len(self._frames) > MOST_WITH_BUCKETS:
+                old = self._frames[-MOST_WITH_BUCKETS - 1]
+                self._frames[-MOST_WITH_BUCKETS - 1] = replace(old, buckets=old.buckets[:, :0])
+
+    def _join(self, late: Frame) -> bool:
+        for i in range(len(self._frames) - 1, -1, -1):
+            if self._frames[i].step == late.step:
+                self._frames[i] = replace(self._frames[i], scalars={**self._frames[i].scalars, **late.scalars})
+                return True
+        return False
+
+    def __len__(self) -> int:
+        return len(self._frames)
+
+    def __getitem__(self, index: int) -> Frame:
+        return self._frames[index]
+
+    def __iter__(self) -> Iterator[Frame]:
+        with self._lock:
+            return iter(list(self._frames))
+
+    def series(self, path: str, kind: str, stat: str) -> tuple[list[int], Floats]:
+        """Steps and values of one statistic at one site; steps that did not see the site are left out."""
+        if stat not in STAT_NAMES:
+            raise ArgumentError(f"unknown stat {stat!r}: {nearest(stat, STAT_NAMES)}")
+        seen = [frame for frame in self if (path, kind) in frame]
+        return [frame.step for frame in seen], np.array([getattr(frame[path, kind], stat) for frame in seen])
+
+    def scalar(self, tag: str) -> tuple[list[int], Floats]:
+        """Steps and values of a scalar such as `train/loss`."""
+        seen = [frame for frame in self if tag in frame.scalars]
+        return [frame.step for frame in seen], np.array([frame.scalars[tag] for frame in seen])
+
+    def __repr__(self) -> str:
+        steps = f", steps {self._frames[0].step} to {self._frames[-1].step}" if self._frames else ""
+        return f"History({len(self)} frames{steps})"

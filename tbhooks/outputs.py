@@ -1,0 +1,36 @@
+"""The tensors inside whatever a module returns, each with the index a reader would use to reach it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+
+from torch import Tensor
+
+# Deeper nesting than this is a structure that contains itself.
+DEEPEST = 8
+
+
+def tensors(output: object) -> list[tuple[str, Tensor]]:
+    """`[("", t)]` for a single tensor; `("[0]", t)`, `("[1][0]", t)`, `("[logits]", t)` for several."""
+    if isinstance(output, Tensor):
+        return [("", output)]
+    found = list(_inside(output, "", DEEPEST))
+    return [("", found[0][1])] if len(found) == 1 else found
+
+
+def _inside(value: object, index: str, depth: int) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield index, value
+    elif depth:
+        for key, item in _items(value):
+            yield from _inside(item, f"{index}[{key}]", depth - 1)
+
+
+def _items(value: object) -> Iterator[tuple[object, object]]:
+    if isinstance(value, Mapping):
+        yield from value.items()
+    elif isinstance(value, tuple | list):
+        yield from enumerate(value)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        yield from ((field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value))

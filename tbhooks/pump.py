@@ -1,0 +1,149 @@
+"""The background thread: takes finished steps from a bounded queue and hands frames to the sinks.
+
+`submit` never blocks: a full queue drops the step and counts it. A sink that fails or is slow reaches
+no further than this thread. No torch, no hooks.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from tbhooks.frame import Frame
+from tbhooks.report import Report
+from tbhooks.sinks import Sink
+
+QUEUE_STEPS = 8
+DEADLINE_S = 30.0
+
+Judge = Callable[[Frame], Frame]
+"""What is done to a frame before the sinks see it: findings are attached."""
+
+
+class Step(Protocol):
+    """What the training thread hands over; `frames` may wait for its copy to arrive."""
+
+    def frames(self) -> Sequence[Frame]: ...
+
+
+class Pump:
+    """Owns the sinks once started; everything they are asked is asked from one thread."""
+
+    def __init__(self, sinks: Sequence[Sink], judge: Judge, report: Report) -> None:
+        self._sinks = tuple(sinks)
+        self._judge = judge
+        self._report = report
+        self._queue: deque[Step | Callable[[Sink], None]] = deque()
+        self._changed = threading.Condition()
+        self._busy = False
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def submit(self, step: Step) -> None:
+        """Takes a step, or drops it; never waits."""
+        with self._changed:
+            if self._closed:
+                return
+            if len(self._queue) >= QUEUE_STEPS:
+                self._report.drop("its sinks are slower than training; raise every=, or give fewer kinds")
+                return
+            self._enqueue(step)
+
+    def flush(self, timeout_s: float = DEADLINE_S) -> bool:
+        """Waits until everything submitted is written; False if that takes longer than the time given."""
+        with self._changed:
+            if self._thread is None or self._closed:
+                return True
+            self._enqueue(_flush)
+        return self.wait(timeout_s)
+
+    def wait(self, timeout_s: float = DEADLINE_S) -> bool:
+        """Waits until the thread has nothing left to do."""
+        if threading.current_thread() is self._thread:
+            return True
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._queue and not self._busy, timeout_s)
+
+    def close(self, timeout_s: float = DEADLINE_S) -> None:
+        """Writes what is left and closes the sinks, within the time given."""
+        with self._changed:
+            if self._closed:
+                return
+            self._enqueue(_close)
+            self._closed = True
+        if not self.wait(timeout_s):
+            with self._changed:
+                left = sum(not callable(step) for step in self._queue) + self._busy
+            for _ in range(left):
+                self._report.drop(f"the sinks had not taken it {timeout_s:g} s after close()")
+
+    def abandon(self) -> None:
+        """In a forked child, where the thread does not exist: do nothing, for ever."""
+        self._changed = threading.Condition()
+        self._queue.clear()
+        self._closed, self._busy, self._thread = True, False, None
+
+    def _enqueue(self, item: Step | Callable[[Sink], None]) -> None:
+        self._queue.append(item)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="tbhooks-pump", daemon=True)
+            self._thread.start()
+        self._changed.notify_all()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: bool(self._queue))
+                item = self._queue.popleft()
+                self._busy = True
+            started = time.perf_counter()
+            if callable(item):
+                self._ask_sinks(item)
+            else:
+                self._write(item)
+            self._report.seconds_pump += time.perf_counter() - started
+            with self._changed:
+                self._busy = False
+                self._changed.notify_all()
+            if item is _close:
+                return
+
+    def _write(self, step: Step) -> None:
+        try:
+            frames = step.frames()
+        except Exception as problem:  # whatever it is, it must not end the thread
+            self._report.error("making a frame", problem)
+            self._report.drop("its numbers could not be read")
+            return
+        for frame in frames:
+            judged = self._judged(frame)
+            self._ask_sinks(lambda sink, frame=judged: sink.write(frame), writing=True)  # type: ignore[misc]
+
+    def _judged(self, frame: Frame) -> Frame:
+        try:
+            return self._judge(frame)
+        except Exception as problem:
+            self._report.error("rules", problem)
+            return frame
+
+    def _ask_sinks(self, what: Callable[[Sink], None], writing: bool = False) -> None:
+        failed = 0
+        for sink in self._sinks:
+            try:
+                what(sink)
+            except Exception as problem:
+                failed += 1
+                self._report.error(type(sink).__name__, problem)
+        if writing and failed and failed == len(self._sinks):
+            self._report.drop("no sink could write it")
+
+
+def _flush(sink: Sink) -> None:
+    sink.flush()
+
+
+def _close(sink: Sink) -> None:
+    sink.close()

@@ -1,0 +1,110 @@
+"""What a watch knows about itself: what it saw, what it could not see and why, what went wrong, what it cost.
+
+Trouble is counted here and told once through `logging`; nothing is printed and nothing is raised.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+logger = logging.getLogger("tbhooks")
+logger.addHandler(logging.NullHandler())
+
+
+@dataclass(frozen=True)
+class Stats:
+    """A snapshot of a watch's self-report (`Watch.stats`)."""
+
+    steps: int
+    """Steps that have ended, logged or not."""
+    logged: int
+    """Steps handed to the pump."""
+    hooks_fired: int
+    unseen: dict[str, str]
+    """What could not be seen, and why."""
+    aliases: dict[str, str]
+    """Further names of shared modules, and the name they are logged under."""
+    errors: int
+    """Exceptions of ours, caught; their texts are in `messages`."""
+    dropped: int
+    """Logged steps not written: the queue was full, or every sink failed."""
+    messages: tuple[str, ...]
+    seconds_training: float
+    """Time spent in the training thread."""
+    seconds_pump: float
+    """Time spent in the background thread."""
+    clock: str
+    """What ends a step: "optimizer", "forward" or "manual"."""
+
+
+@dataclass
+class Report:
+    """The counters behind `Stats`, shared by everything that belongs to one watch."""
+
+    hooks_fired: int = 0
+    errors: int = 0
+    dropped: int = 0
+    seconds_training: float = 0.0
+    seconds_pump: float = 0.0
+    unseen: dict[str, str] = field(default_factory=dict)
+    messages: list[str] = field(default_factory=list)
+    _told: set[str] = field(default_factory=set)
+    _untold: dict[str, list[str]] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @contextlib.contextmanager
+    def guarded(self, where: str, failed: Callable[[], None] | None = None) -> Iterator[None]:
+        """Keeps every exception of ours away from training, and adds up the time spent."""
+        started = time.perf_counter()
+        try:
+            yield
+        except Exception as problem:  # whatever it is, it is ours and not the user's
+            self.error(where, problem)
+            if failed is not None:
+                failed()
+        finally:
+            self.seconds_training += time.perf_counter() - started
+
+    def error(self, where: str, problem: BaseException) -> None:
+        """Counts an exception of ours and tells each kind of it once."""
+        self.errors += 1
+        kind = type(problem).__name__
+        self.tell(f"{where}: {kind}: {problem}", level=logging.ERROR, once=f"{where}: {kind}")
+
+    def drop(self, why: str) -> None:
+        self.dropped += 1
+        self.tell(f"a logged step was dropped: {why}", level=logging.WARNING)
+
+    def tell(self, message: str, level: int = logging.WARNING, once: str | None = None) -> None:
+        """Says something once, to the log and to `Stats.messages`; `once` stands for what may vary in it."""
+        with self._lock:
+            if (once or message) in self._told or len(self._told) > MOST_MESSAGES:
+                return
+            self._told.add(once or message)
+            self.messages.append(message)
+        logger.log(level, "%s", message)
+
+    def cannot_see(self, name: str, why: str) -> None:
+        if name not in self.unseen:
+            self.unseen[name] = why
+            self._untold.setdefault(why, []).append(name)
+
+    def sees(self, name: str) -> None:
+        """A name that could not be seen before now can."""
+        self.unseen.pop(name, None)
+
+    def tell_unseen(self) -> None:
+        """One line for each reason that is new since the last call."""
+        for why, names in self._untold.items():
+            shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+            self.tell(f"not seen: {shown}: {why}", level=logging.INFO)
+        self._untold.clear()
+
+
+# A message that changes with every step must not fill the memory of a long run.
+MOST_MESSAGES = 200

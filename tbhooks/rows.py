@@ -1,0 +1,77 @@
+"""A tensor to one row, on its own device: no sync, no data-dependent shape, nothing kept.
+
+The arithmetic is in the row's own type, float64 wherever the device has it, in two passes around
+the mean: a sum of squares in float32 would return variance 0 at mean 300, std 0.01.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tbhooks.stats import COUNT, MAX, MIN, WIDTH, ZEROS
+
+
+def readable(tensor: Tensor) -> Tensor | None:
+    """The tensor as plain real numbers, or None where it holds none: integers, bools, quantised, nested."""
+    if tensor.is_nested or tensor.is_quantized or tensor.layout is not torch.strided:
+        return None
+    if tensor.is_complex():
+        return tensor.detach().abs()
+    if not tensor.is_floating_point():
+        return None
+    return tensor.detach()
+
+
+def describe(tensor: Tensor) -> str:
+    """What a tensor is, for messages about why it could not be read."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if tensor.is_nested:
+        return f"nested {dtype} tensor"
+    return f"{dtype} tensor" if tensor.layout is torch.strided else f"{dtype} tensor of layout {tensor.layout}"
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """One dimension, without a copy wherever memory is dense in any order (channels_last, transposed)."""
+    if not tensor.is_contiguous():
+        tensor = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+    return tensor.reshape(-1)
+
+
+def write_row(numbers: Tensor, out: Tensor) -> None:
+    """Reduces a real, flat tensor into the row `out`."""
+    if numbers.numel() == 0:
+        write_constant(out, count=0)
+        return
+    wide = numbers.to(out.dtype)
+    good = wide.isfinite()
+    n = good.sum()
+    mean = wide.where(good, 0.0).sum() / n.clamp(min=1)
+    deviation = (wide - mean).where(good, 0.0)
+    nans = wide.isnan().sum()
+    columns = (
+        torch.full_like(n, numbers.numel()),
+        mean,
+        deviation.square().sum(),
+        wide.where(good, torch.inf).amin(),
+        wide.where(good, -torch.inf).amax(),
+        (wide == 0).sum(),
+        nans,
+        numbers.numel() - n - nans,
+        torch.zeros_like(n),
+    )
+    torch.stack([column.to(out.dtype) for column in columns], out=out)
+
+
+def write_constant(out: Tensor, count: int) -> None:
+    """The row of `count` zeros, which is the empty row when there are none."""
+    out.zero_()
+    if count == 0:
+        out[MIN].fill_(torch.inf)
+        out[MAX].fill_(-torch.inf)
+    else:
+        out[COUNT].fill_(count)
+        out[ZEROS].fill_(count)
+
+
+assert WIDTH == 9, "write_row writes the columns by position"

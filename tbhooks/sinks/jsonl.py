@@ -1,0 +1,67 @@
+"""One frame a line of JSON, for tools that are not TensorBoard; `read` gives the frames back unchanged.
+
+NaN and infinities are written as the strings "nan", "inf" and "-inf": JSON itself has no word for them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tbhooks.errors import TbhooksError
+from tbhooks.frame import Frame
+
+
+class JsonlSink:
+    """Appends frames to a file, which is made with its directory if need be."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self.path.open("a", encoding="utf-8")
+
+    def write(self, frame: Frame) -> None:
+        line = json.dumps(_plain(frame.to_dict()), allow_nan=False, separators=(",", ":"))
+        self._file.write(line + "\n")
+        self._file.flush()
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read(path: str | Path) -> Iterator[Frame]:
+    """The frames of a file, oldest first. A last line cut short by a crash is left out."""
+    with Path(path).open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith("\n"):
+                return
+            try:
+                yield Frame.from_dict(_numbers(json.loads(line)))
+            except (ValueError, KeyError, TypeError) as problem:
+                raise TbhooksError(f"{path}, line {number}, is not a tbhooks frame: {problem!r}") from problem
+
+
+_WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _numbers(data: Any) -> Any:
+    """Only where numbers stand: a module may well be called "inf"."""
+    data["values"] = [[_WORDS.get(x, x) for x in row] for row in data["values"]]
+    data["scalars"] = {tag: _WORDS.get(x, x) for tag, x in data["scalars"].items()}
+    return data

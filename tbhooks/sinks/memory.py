@@ -1,0 +1,37 @@
+"""Keeps frames in memory: for tests and notebooks."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+from tbhooks.errors import ArgumentError
+from tbhooks.frame import Frame
+
+
+class MemorySink:
+    """The last `limit` frames, or all of them; `sink.frames[-1]` is the newest."""
+
+    def __init__(self, limit: int | None = None) -> None:
+        if limit is not None and (not isinstance(limit, int) or limit < 1):
+            raise ArgumentError(f"limit is a whole number of at least 1, or None for no limit, not {limit!r}")
+        self._frames: deque[Frame] = deque(maxlen=limit)
+
+    @property
+    def frames(self) -> list[Frame]:
+        return list(self._frames)
+
+    def __len__(self) -> int:
+        return len(self._frames)
+
+    def __iter__(self) -> Iterator[Frame]:
+        return iter(self.frames)
+
+    def write(self, frame: Frame) -> None:
+        self._frames.append(frame)
+
+    def flush(self) -> None:
+        """Nothing to do: memory is where frames stay."""
+
+    def close(self) -> None:
+        """The frames stay readable."""

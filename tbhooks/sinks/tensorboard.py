@@ -1,0 +1,306 @@
+"""Frames into TensorBoard: one Event a step, through the user's own SummaryWriter.
+
+A second event file in the same run would hide the user's scalars under TensorBoard's Python loader,
+so nothing is opened beside what the user gave. Stock scalars and histograms are few and readable; the
+rest of the frame goes into one tensor a kind (see `encode_values` and `encode_counts`), for tools.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import zlib
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import wrapt
+from numpy.typing import NDArray
+from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, tensor_shape_pb2, types_pb2
+from tensorboard.summary.writer import record_writer
+
+from tbhooks import stats
+from tbhooks.errors import ArgumentError, check_names
+from tbhooks.frame import KINDS, Frame, Site
+from tbhooks.stats import BASE, M2, STAT_NAMES, Counts, Floats
+
+PLUGIN = "tbhooks"
+VERSION = 1
+
+CORE_SCALARS = {
+    "activation": ("mean", "std", "zero_fraction"),
+    "gradient": ("norm",),
+    "weight": ("norm",),
+    "weight_gradient": ("norm",),
+    "update": ("ratio",),
+}
+# Logged for any kind on the steps where they are not zero, so that a NaN is never out of sight.
+ALARMS = ("nan_count", "inf_count")
+# An update's distribution is in the frame tensors; its stock histogram would tell few readers anything.
+HISTOGRAM_KINDS = frozenset(KINDS) - {"update"}
+# On TensorBoard's linear axis, everything within 1/1024 of the range around zero is one line.
+FINEST_SHARE = 2.0**-10
+
+# The row as it is stored: std and base_norm instead of sums of squares, which float32 cannot always hold.
+STORED_COLUMNS = ("count", "mean", "std", "min", "max", "zeros", "nans", "infs", "base_norm")
+
+
+def scalar_table(scalars: object) -> dict[str, tuple[str, ...]]:
+    """Which stats of each kind become stock scalars, from what the user asked for."""
+    if isinstance(scalars, str):
+        if scalars == "core":
+            return dict(CORE_SCALARS)
+        if scalars == "all":
+            return {kind: tuple(name for name in STAT_NAMES if name != "ratio" or kind == "update") for kind in KINDS}
+        scalars = (scalars,)
+    if not isinstance(scalars, Iterable):
+        raise ArgumentError(f'scalars is "core", "all", a list of stat names, or (), not {scalars!r}')
+    asked = tuple(scalars)
+    check_names("stat", asked, (*STAT_NAMES, *(f"{kind}.{name}" for kind in KINDS for name in STAT_NAMES)))
+    return {kind: tuple(name for name in STAT_NAMES if name in asked or f"{kind}.{name}" in asked) for kind in KINDS}
+
+
+class TensorBoardSink:
+    """Writes to a torch or tensorboardX SummaryWriter, or to one of its own when given a directory."""
+
+    def __init__(self, writer: Any, scalars: object = "core") -> None:
+        self._scalars = scalar_table(scalars)
+        self._owned = isinstance(writer, str | Path)
+        self._writer = _open(writer) if self._owned else writer
+        self._events = self._writer._get_file_writer().event_writer
+        self._event_class = _event_class(self._writer)
+        self._layouts: dict[str, _Layout] = {}
+        self._unhook: Callable[[], None] | None = None
+        use_fast_crc()
+
+    @property
+    def logdir(self) -> str:
+        return str(getattr(self._writer, "log_dir", None) or self._writer.logdir)
+
+    def drain_before_close(self, drain: Callable[[], None]) -> None:
+        """Has `drain` called when the user flushes or closes the writer, so that nothing comes too late."""
+        if not self._owned:
+            self._unhook = _call_before(self._writer, ("flush", "close"), drain)
+
+    def write(self, frame: Frame) -> None:
+        event = event_pb2.Event(wall_time=frame.time, step=frame.step)
+        add = event.summary.value.add
+        for tag, value in frame.scalars.items():
+            add(tag=tag, simple_value=value)
+        self._add_scalars(frame, add)
+        if frame.buckets.shape[1]:
+            _add_histograms(frame, add)
+        for kind in KINDS:
+            rows = [i for i, site in enumerate(frame.sites) if site.kind == kind]
+            if rows:
+                self._layouts.setdefault(kind, _Layout(kind)).add(frame, rows, event.summary)
+        if event.summary.value:
+            self._send(event)
+
+    def flush(self) -> None:
+        if not self._is_closed():
+            self._events.flush()
+
+    def close(self) -> None:
+        if self._unhook is not None:
+            self._unhook()
+        if self._owned:
+            self._writer.close()
+        else:
+            self.flush()
+
+    def _send(self, event: event_pb2.Event) -> None:
+        if self._is_closed():
+            raise OSError("the SummaryWriter was closed before the watch")
+        if self._event_class is not event_pb2.Event:
+            event = self._event_class.FromString(event.SerializeToString())
+        self._events.add_event(event)
+
+    def _is_closed(self) -> bool:
+        inner = getattr(self._events, "_async_writer", self._events)
+        return bool(getattr(inner, "_closed", False))
+
+    def _add_scalars(self, frame: Frame, add: Callable[..., Any]) -> None:
+        wanted = {name for names in self._scalars.values() for name in names}
+        columns = {name: frame.stat(name) for name in (*wanted, *ALARMS)}
+        for i, site in enumerate(frame.sites):
+            for name in self._scalars[site.kind]:
+                value = columns[name][i]
+                if np.isfinite(value):
+                    add(tag=f"{site.kind}.{name}/{site.name}", simple_value=value)
+            for name in ALARMS:
+                if columns[name][i] and name not in self._scalars[site.kind]:
+                    add(tag=f"{site.kind}.{name}/{site.name}", simple_value=columns[name][i])
+
+
+def _open(directory: str | Path) -> Any:
+    from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415  slow to import, and not always needed
+
+    return SummaryWriter(str(directory))
+
+
+def _event_class(writer: Any) -> Any:
+    """The Event class of the writer's own package: tensorboardX carries its own protocol buffers."""
+    if type(writer).__module__.partition(".")[0] != "tensorboardX":
+        return event_pb2.Event
+    from tensorboardX.proto.event_pb2 import Event  # noqa: PLC0415  only if the user has it
+
+    return Event
+
+
+def _call_before(target: Any, names: tuple[str, ...], first: Callable[[], None]) -> Callable[[], None]:
+    """Wraps methods of one object; returns what undoes it."""
+
+    def wrapper(wrapped: Callable[..., Any], _instance: Any, args: Any, kwargs: Any) -> Any:
+        first()
+        return wrapped(*args, **kwargs)
+
+    for name in names:
+        wrapt.wrap_function_wrapper(target, name, wrapper)
+
+    def undo() -> None:
+        for name in names:
+            target.__dict__.pop(name, None)
+
+    return undo
+
+
+def _add_histograms(frame: Frame, add: Callable[..., Any]) -> None:
+    for i, site in enumerate(frame.sites):
+        if site.kind in HISTOGRAM_KINDS and stats.finite(frame.values[i]) > 0:
+            add(tag=str(site), histo=histogram(frame.values[i], frame.buckets[i]))
+
+
+def histogram(row: Floats, counts: Counts) -> summary_pb2.HistogramProto:
+    """A stock histogram whose edges lie within the exact finite range, which both loaders draw right."""
+    low, high = row[stats.MIN], row[stats.MAX]
+    limits, heights = _coarse(row, counts)
+    n = float(stats.finite(row))
+    return summary_pb2.HistogramProto(
+        min=low, max=high, num=n, sum=n * row[stats.MEAN],
+        sum_squares=row[M2] + n * row[stats.MEAN] ** 2,
+        bucket_limit=np.clip(limits, low, high), bucket=heights,
+    )  # fmt: skip
+
+
+def _coarse(row: Floats, counts: Counts) -> tuple[Floats, Counts]:
+    """Upper limits and counts of the used buckets, those too close to zero to be told apart in one."""
+    finest = FINEST_SHARE * max(abs(row[stats.MIN]), abs(row[stats.MAX]))
+    close = (finest >= stats.UPPER) & (-finest <= stats.LOWER)
+    close[stats.MIDDLE] = True
+    inner = np.flatnonzero(close)
+    heights = np.concatenate([counts[: inner[0]], [counts[inner].sum()], counts[inner[-1] + 1 :]])
+    limits = np.concatenate([stats.UPPER[: inner[0]], [stats.UPPER[inner[-1]]], stats.UPPER[inner[-1] + 1 :]])
+    used = np.flatnonzero(heights)
+    return limits[used[0] : used[-1] + 1], heights[used[0] : used[-1] + 1]
+
+
+class _Layout:
+    """The order of one kind's sites in its frame tensors.
+
+    TensorBoard keeps a tag's metadata from its first value only, so a site that turns up later starts
+    a new tag (`tbhooks/activation`, `tbhooks/activation.2`) with the longer list.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._position: dict[Site, int] = {}
+        self._generation = 0
+        self._described: set[str] = set()
+
+    def add(self, frame: Frame, rows: list[int], summary: summary_pb2.Summary) -> None:
+        if any(frame.sites[i] not in self._position for i in rows):
+            for i in rows:
+                self._position.setdefault(frame.sites[i], len(self._position))
+            self._generation += 1
+        where = [self._position[frame.sites[i]] for i in rows]
+        values = stats.empty_rows(len(self._position))
+        values[where] = frame.values[rows]
+        self._add_tensor(summary, "", encode_values(values))
+        if frame.buckets.shape[1]:
+            counts = np.zeros((len(self._position), stats.BUCKETS), dtype=np.int64)
+            counts[where] = frame.buckets[rows]
+            self._add_tensor(summary, ".buckets", encode_counts(counts))
+
+    def _add_tensor(self, summary: summary_pb2.Summary, what: str, tensor: tensor_pb2.TensorProto) -> None:
+        suffix = "" if self._generation == 1 else f".{self._generation}"
+        tag = f"{PLUGIN}/{self._kind}{what}{suffix}"
+        value = summary.value.add(tag=tag, tensor=tensor)
+        if tag not in self._described:
+            self._described.add(tag)
+            value.metadata.CopyFrom(self._metadata(what))
+
+    def _metadata(self, what: str) -> summary_pb2.SummaryMetadata:
+        content: dict[str, Any] = {
+            "version": VERSION, "kind": self._kind, "sites": [[site.path, site.index] for site in self._position],
+        }  # fmt: skip
+        if what:
+            content["encoding"] = "zlib of a .npy array [sites, buckets]"
+        else:
+            content["columns"] = list(STORED_COLUMNS)
+        return summary_pb2.SummaryMetadata(
+            plugin_data=summary_pb2.SummaryMetadata.PluginData(
+                plugin_name=PLUGIN, content=json.dumps(content, separators=(",", ":")).encode()
+            ),
+            data_class=summary_pb2.DATA_CLASS_TENSOR,
+        )
+
+
+def encode_values(values: Floats) -> tensor_pb2.TensorProto:
+    """Rows as a float32 tensor [sites, STORED_COLUMNS]; a site not seen in the step has count 0."""
+    stored = values.copy()
+    stored[:, M2] = np.sqrt(values[:, M2] / np.maximum(stats.finite(values), 1.0))
+    stored[:, BASE] = np.sqrt(values[:, BASE])
+    with np.errstate(over="ignore"):
+        content = stored.astype("<f4").tobytes()
+    dims = [tensor_shape_pb2.TensorShapeProto.Dim(size=size) for size in stored.shape]
+    shape = tensor_shape_pb2.TensorShapeProto(dim=dims)
+    return tensor_pb2.TensorProto(dtype=types_pb2.DT_FLOAT, tensor_shape=shape, tensor_content=content)
+
+
+def decode_values(array: NDArray[np.float32]) -> Floats:
+    """Rows from a stored float32 tensor."""
+    values = array.astype(np.float64)
+    values[:, M2] = np.square(values[:, M2]) * np.maximum(stats.finite(values), 0.0)
+    values[:, BASE] = np.square(values[:, BASE])
+    return values
+
+
+def encode_counts(counts: Counts) -> tensor_pb2.TensorProto:
+    """Bucket counts as one compressed string: most of the 385 buckets of a site are empty."""
+    smallest = np.uint32 if counts.max(initial=0) < 2**32 else np.uint64
+    raw = io.BytesIO()
+    np.save(raw, counts.astype(smallest), allow_pickle=False)
+    shape = tensor_shape_pb2.TensorShapeProto(dim=[tensor_shape_pb2.TensorShapeProto.Dim(size=1)])
+    content = zlib.compress(raw.getvalue(), level=1)
+    return tensor_pb2.TensorProto(dtype=types_pb2.DT_STRING, tensor_shape=shape, string_val=[content])
+
+
+def decode_counts(content: bytes) -> Counts:
+    """Bucket counts from a stored string."""
+    return np.load(io.BytesIO(zlib.decompress(content)), allow_pickle=False).astype(np.int64)  # type: ignore[no-any-return]
+
+
+@lru_cache(maxsize=1)
+def use_fast_crc() -> bool:
+    """Gives TensorBoard's record writer a C checksum instead of its pure-Python one, if the two agree.
+
+    The Python one costs 150 ns a byte, in a thread but under the GIL, so training would pay for it.
+    """
+    import google_crc32c  # noqa: PLC0415  optional at heart: without it everything works, slower
+
+    def masked(data: bytes) -> int:
+        crc: int = google_crc32c.value(data)
+        return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
+
+    samples = (b"", b"\x00", b"tbhooks", bytes(range(256)) * 5)
+    if any(masked(sample) != record_writer.masked_crc32c(sample) for sample in samples):
+        return False
+
+    def fast(_wrapped: Any, _instance: Any, args: Any, _kwargs: Any) -> int:
+        return masked(bytes(args[0]))
+
+    wrapt.wrap_function_wrapper(record_writer, "masked_crc32c", fast)
+    return True

@@ -1,0 +1,328 @@
+"""`watch()` and the handle it returns: checks what was passed, wires capture to delivery, owns lifetime."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import operator
+import os
+import signal
+import threading
+import weakref
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tbhooks import rules as judgement
+from tbhooks.clock import MODES
+from tbhooks.errors import ArgumentError, ClosedError, check_names
+from tbhooks.frame import KINDS, Finding, Frame
+from tbhooks.history import History
+from tbhooks.loop import Loop, Schedule
+from tbhooks.pump import DEADLINE_S, Pump
+from tbhooks.report import Report, Stats, logger
+from tbhooks.select import Selector, unwrap
+from tbhooks.sinks import Sink
+
+
+def watch(
+    model: nn.Module,
+    writer: Any = None,
+    every: int = 100,
+    *,
+    kinds: Any = KINDS,
+    include: Any = None,
+    exclude: Any = None,
+    histograms: bool | int = True,
+    scalars: Any = "core",
+    rules: Any = "default",
+    step: str = "auto",
+    ranks: str = "local",
+) -> Watch:
+    """Watches a model's training from now on; the one line a script needs.
+
+    `writer` is a SummaryWriter, a directory, any `Sink`, a list of those, or None to keep frames in
+    memory. Steps count from 0 and every `every`-th is logged. Closed at exit, by `close()`, or by `with`.
+
+    >>> import torch, tbhooks
+    >>> model = torch.nn.Linear(2, 1)
+    >>> w = tbhooks.watch(model, every=1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> model(torch.ones(4, 2)).sum().backward(); optimizer.step()
+    >>> w.latest["weight", "weight_gradient"].mean
+    4.0
+    >>> w.close()
+    """
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"model is a torch.nn.Module, not {_shown(model)}")
+    schedule = Schedule(_whole_number("every", every), _histograms(histograms))
+    kinds = (kinds,) if isinstance(kinds, str) else tuple(kinds)
+    check_names("kind", kinds, KINDS)
+    if not kinds:
+        raise ArgumentError(f"kinds names at least one of {', '.join(KINDS)}")
+    check_names("step clock", (step,), MODES)
+    check_names("value of ranks", (ranks,), ("local",))
+    selector = Selector(model, include, exclude)
+    chosen = judgement.choose(rules)
+    rank = _rank()
+    sinks = make_sinks(writer, scalars) if rank == 0 else ()
+    watching = Watch(model, selector, kinds, schedule, step, rank, sinks, chosen)
+    if rank == 0:
+        watching._start()
+    return watching
+
+
+def unwatch(model: nn.Module) -> None:
+    """Closes every watch on this model."""
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"model is a torch.nn.Module, not {_shown(model)}")
+    for watching in list(_open):
+        if watching._is_on(model):
+            watching.close()
+
+
+class Watch:
+    """A model being watched. Made by `watch()`; every method is safe in the middle of training."""
+
+    def __init__(
+        self, model: nn.Module, selector: Selector, kinds: tuple[str, ...], schedule: Schedule, mode: str,
+        rank: int, sinks: tuple[Sink, ...], rules: tuple[judgement.Rule, ...],
+    ) -> None:  # fmt: skip
+        self._report = Report()
+        self._history = History()
+        self._judge = judgement.Judge(rules, self._history)
+        self._pump = Pump(sinks, self._judge, self._report)
+        self._loop = Loop(model, selector, kinds, schedule, mode, rank, self._pump.submit, self._report)
+        self._model = weakref.ref(unwrap(model))
+        self._sinks = sinks
+        self._closed = rank != 0
+        self._inert = rank != 0
+
+    def step(self, n: int | None = None) -> None:
+        """Ends the current step and labels it n, or with the watch's own count. From then on nothing else does."""
+        self._check_usable()
+        self._loop.step(None if n is None else _whole_number("n", n, least=0))
+
+    def log(self, values: Mapping[str, Tensor | float]) -> None:
+        """Logs numbers with the step, as `train/<name>`; device tensors ride in its one copy, without a sync.
+
+        Values given on a step that is not logged cost nothing and go nowhere.
+        """
+        self._check_usable()
+        self._loop.log({_tag(name): _number(name, value) for name, value in _items(values)})
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """No hooks and no reading inside; steps are still counted."""
+        self._check_usable()
+        self._loop.pause(True)
+        try:
+            yield
+        finally:
+            if not self._closed:
+                self._loop.pause(False)
+
+    def flush(self, timeout_s: float = DEADLINE_S) -> None:
+        """Waits until every step that has ended is written and durable."""
+        self._check_usable()
+        self._flush(timeout_s)
+
+    def close(self, timeout_s: float = DEADLINE_S) -> None:
+        """Writes what there is, takes every hook off, closes what the watch opened. Can be called again."""
+        if self._closed:
+            return
+        self._closed = True
+        _open.discard(self)
+        self._loop.stop()
+        self._pump.close(timeout_s)
+
+    @property
+    def latest(self) -> Frame | None:
+        """The newest frame, once the pump has made it."""
+        history = self.history
+        return history[-1] if len(history) else None
+
+    @property
+    def history(self) -> History:
+        """The last frames, up to and including the last step that has ended."""
+        if not self._closed:
+            self._loop.settle()
+            self._pump.wait()
+        return self._history
+
+    @property
+    def findings(self) -> list[Finding]:
+        """What the rules found so far, oldest first, once a rule and place."""
+        self.history  # noqa: B018  reading it waits for the pump
+        return list(self._judge.findings)
+
+    @property
+    def stats(self) -> Stats:
+        """What the watch saw, could not see, got wrong and cost."""
+        report, loop = self._report, self._loop
+        return Stats(
+            steps=loop.clock.count, logged=loop.logged, hooks_fired=report.hooks_fired, unseen=dict(report.unseen),
+            aliases=dict(loop.probe.aliases), errors=report.errors, dropped=report.dropped,
+            messages=tuple(report.messages), seconds_training=report.seconds_training,
+            seconds_pump=report.seconds_pump, clock=loop.clock.mode,
+        )  # fmt: skip
+
+    def __enter__(self) -> Watch:
+        self._check_usable()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"step {self._loop.clock.count}"
+        return f"<Watch: {state}, {self._loop.logged} steps logged, {len(self._judge.findings)} findings>"
+
+    def _start(self) -> None:
+        _prepare_process()
+        _open.add(self)
+        for sink in self._sinks:
+            if hasattr(sink, "drain_before_close"):
+                sink.drain_before_close(self._drain)
+        model = self._model()
+        if model is not None:
+            weakref.finalize(model, _model_is_gone, weakref.ref(self)).atexit = False
+        self._loop.start()
+
+    def _check_usable(self) -> None:
+        if self._closed and not self._inert:
+            raise ClosedError("this watch is closed; call watch() again")
+
+    def _is_on(self, model: nn.Module) -> bool:
+        return self._model() is unwrap(model)
+
+    def _flush(self, timeout_s: float) -> None:
+        if self._closed:
+            return
+        self._loop.settle()
+        if not self._pump.flush(timeout_s):
+            self._report.tell(f"flush() gave up after {timeout_s:g} s: a sink is slow")
+
+    def _drain(self) -> None:
+        with self._report.guarded("draining"):
+            self._flush(DEADLINE_S)
+
+    def _abandon(self) -> None:
+        self._closed = True
+        self._pump.abandon()
+        self._loop.abandon()
+
+
+def make_sinks(writer: Any, scalars: Any) -> tuple[Sink, ...]:
+    """What `writer=` stands for."""
+    from tbhooks.sinks.tensorboard import TensorBoardSink, scalar_table  # noqa: PLC0415  tensorboard is slow to import
+
+    scalar_table(scalars)
+    given = writer if isinstance(writer, list | tuple) else [] if writer is None else [writer]
+    sinks: list[Sink] = []
+    for one in given:
+        if isinstance(one, str | Path) or hasattr(one, "_get_file_writer"):
+            sinks.append(TensorBoardSink(one, scalars))
+        elif isinstance(one, Sink) and not isinstance(one, type):
+            sinks.append(one)
+        else:
+            raise ArgumentError(
+                "writer is a SummaryWriter (torch or tensorboardX), a directory (str or Path), an object with "
+                f"write, flush and close, a list of those, or None, not {_shown(one)}"
+            )
+    return tuple(sinks)
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return f"{text if len(text) < 80 else text[:77] + '...'} ({type(value).__name__})"
+
+
+def _whole_number(name: str, value: Any, least: int = 1) -> int:
+    if not isinstance(value, bool):
+        with contextlib.suppress(TypeError):
+            number = operator.index(value)
+            if number >= least:
+                return number
+    raise ArgumentError(f"{name} is a whole number of at least {least}, not {_shown(value)}")
+
+
+def _histograms(value: Any) -> bool | int:
+    return value if isinstance(value, bool) else _whole_number("histograms (if not True or False)", value)
+
+
+def _items(values: Any) -> list[tuple[Any, Any]]:
+    if not isinstance(values, Mapping):
+        raise ArgumentError(f'log takes a dict such as {{"loss": loss}}, not {_shown(values)}')
+    return list(values.items())
+
+
+def _tag(name: Any) -> str:
+    if not isinstance(name, str) or not name:
+        raise ArgumentError(f"log names values by non-empty strings, not {_shown(name)}")
+    return name if "/" in name else f"train/{name}"
+
+
+def _number(name: str, value: Any) -> Tensor | float:
+    if isinstance(value, Tensor):
+        if value.numel() == 1 and not value.is_complex():
+            return value
+        raise ArgumentError(f"log takes one number a name; {name!r} is a tensor of shape {tuple(value.shape)}")
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ArgumentError(f"log takes numbers and one-element tensors; {name!r} is {_shown(value)}") from None
+
+
+def _rank() -> int:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank()
+    return int(os.environ.get("RANK", "0") or 0)
+
+
+# -- the process: watches are closed at exit, at SIGTERM, and when their model is gone ---------------
+
+_open: set[Watch] = set()
+_prepared = threading.Event()
+
+
+def _prepare_process() -> None:
+    """Once a process: nothing handed over may be lost when it ends, and a fork must not inherit our thread."""
+    if _prepared.is_set():
+        return
+    _prepared.set()
+    atexit.register(_close_all)
+    os.register_at_fork(after_in_child=_abandon_all)
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _on_sigterm)
+
+
+def _close_all() -> None:
+    for watching in list(_open):
+        watching.close()
+
+
+def _abandon_all() -> None:
+    for watching in list(_open):
+        watching._abandon()
+    _open.clear()
+
+
+def _on_sigterm(number: int, _frame: Any) -> None:
+    """Writes what was handed over, then dies of the signal as the process would have without us."""
+    _close_all()
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
+def _model_is_gone(reference: weakref.ref[Watch]) -> None:
+    watching = reference()
+    if watching is not None:
+        logger.info("a watched model is gone: its watch is closed")
+        watching.close()

@@ -1,0 +1,99 @@
+"""Statistics in float64 NumPy, written for trust rather than speed, to compare a library against.
+
+Sums go through `math.fsum` on values scaled by a power of two, so that neither a large mean, nor an
+outlier, nor a huge exponent costs accuracy.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+__all__ = ["BUCKETS", "EDGES", "bucket_counts", "quantile", "stats", "to_numpy"]
+
+BUCKETS = 385
+_MIDDLE = 192
+# Lower ends of the positive buckets: 2**-64, 1.5 * 2**-64, 2**-63, ... 1.5 * 2**31; all exact.
+EDGES = np.array([math.ldexp(start, octave) for octave in range(-64, 32) for start in (1.0, 1.5)])
+
+
+def to_numpy(tensor: torch.Tensor) -> NDArray[np.float64]:
+    """Elements of a tensor of any real dtype, exactly; magnitudes if it is complex."""
+    tensor = tensor.detach().cpu()
+    if tensor.layout is not torch.strided:
+        tensor = tensor.to_dense()
+    if tensor.is_complex():
+        tensor = tensor.to(torch.complex128).abs()
+    return tensor.to(torch.float64).numpy()
+
+
+def stats(array: NDArray[Any]) -> dict[str, float]:
+    """Summary of an array: counts are over all elements, everything else over the finite ones."""
+    values = _real(array)
+    finite = values[np.isfinite(values)]
+    return {
+        "count": float(values.size),
+        "zero_fraction": np.count_nonzero(values == 0) / values.size if values.size else math.nan,
+        "nan_count": float(np.count_nonzero(np.isnan(values))),
+        "inf_count": float(np.count_nonzero(np.isinf(values))),
+        **_moments(finite),
+        "min": float(finite.min()) if finite.size else math.nan,
+        "max": float(finite.max()) if finite.size else math.nan,
+        "abs_max": float(np.abs(finite).max()) if finite.size else math.nan,
+    }
+
+
+def quantile(array: NDArray[Any], q: float) -> float:
+    """Linearly interpolated quantile of the finite elements."""
+    values = _real(array)
+    finite = values[np.isfinite(values)]
+    return float(np.quantile(finite, q)) if finite.size else math.nan
+
+
+def bucket_counts(array: NDArray[Any]) -> NDArray[np.int64]:
+    """Histogram of the finite elements over half octaves, mirrored around the middle bucket.
+
+    The middle bucket holds everything below ``EDGES[0]`` in magnitude; the outermost ones are open.
+    """
+    values = _real(array)
+    finite = values[np.isfinite(values)]
+    distance = np.searchsorted(EDGES, np.abs(finite), side="right")
+    index = _MIDDLE + np.where(finite < 0, -distance, distance)
+    return np.bincount(index, minlength=BUCKETS).astype(np.int64)
+
+
+def _real(array: NDArray[Any]) -> NDArray[np.float64]:
+    flat = np.asarray(array).ravel()
+    return (np.abs(flat) if np.iscomplexobj(flat) else flat).astype(np.float64)
+
+
+def _moments(finite: NDArray[np.float64]) -> dict[str, float]:
+    if not finite.size:
+        return dict.fromkeys(("mean", "std", "norm", "rms"), math.nan)
+    _, exponent = math.frexp(float(np.abs(finite).max()))
+    scaled = np.ldexp(finite, -exponent)
+    mean = math.fsum(scaled.tolist()) / finite.size
+    variance = _sum_of_squares(scaled - mean) / finite.size
+    squares = _sum_of_squares(scaled)
+    unscaled = {
+        "mean": mean,
+        "std": math.sqrt(variance),
+        "norm": math.sqrt(squares),
+        "rms": math.sqrt(squares / finite.size),
+    }
+    return {key: _unscale(value, exponent) for key, value in unscaled.items()}
+
+
+def _unscale(value: float, exponent: int) -> float:
+    try:
+        return math.ldexp(value, exponent)
+    except OverflowError:
+        return math.inf
+
+
+def _sum_of_squares(values: NDArray[np.float64]) -> float:
+    return math.fsum((values * values).tolist())

@@ -1,0 +1,302 @@
+"""A simulated accelerator: tensors labelled ``fakegpu:0`` that hold ordinary CPU data.
+
+Every operation runs for real, so numbers are those of the CPU, bit for bit, wherever torch does not
+choose another algorithm by device (as it does for attention). What crosses from the device to the
+host is recorded in a `Log`, which is how a test shows that code neither copies nor waits when it
+should not. Mixing devices in one operation raises, as it would on a real accelerator.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, ClassVar, Self, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_iter, tree_map
+from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
+
+__all__ = ["DEVICE", "Log", "SimTensor", "put", "to_device"]
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+aten = torch.ops.aten
+
+
+class _DeviceGuard(torch._C._acc.DeviceGuard):
+    """Names the device type, also while C++ unwinds from an exception raised in a backward pass.
+
+    Python is called there with that exception still pending, and a failing answer would end the
+    process. So the exception is set aside, for `SimTensor.backward` to raise again.
+    """
+
+    set_aside: ClassVar[list[BaseException]] = []
+    # Any call through the general protocol turns a pending exception into SystemError.
+    _provoke = functools.partial(object)
+
+    def type_(self) -> Any:
+        try:
+            self._provoke()
+        except SystemError as error:
+            if error.__cause__ is not None:
+                self.set_aside.append(error.__cause__)
+        return torch._C._autograd.DeviceType.PrivateUse1
+
+
+class _DeviceModule(_DummyBackendModule):
+    """What ``torch.fakegpu`` offers; random numbers are those of the CPU, so there is no state to keep."""
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+    def get_rng_state(self, _device: Any = None) -> Tensor:
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_rng_state(self, state: Tensor, _device: Any = None) -> None:
+        pass
+
+
+_setup_privateuseone_for_python_backend("fakegpu", _DeviceModule(), device_guard=_DeviceGuard())
+DEVICE = torch.device("fakegpu:0")
+_HOST = torch.device("cpu")
+_DATA: Any = vars(torch._C.TensorBase)["data"]
+
+_INDEXING = {
+    aten.index.Tensor,
+    aten.index_put.default,
+    aten.index_put_.default,
+    aten._index_put_impl_.default,
+}
+# Operations that may legitimately see both devices at once; index tensors are moved implicitly.
+_CROSSING = _INDEXING | {
+    aten._to_copy.default,
+    aten.copy_.default,
+    aten._copy_from.default,
+    aten._foreach_copy_.default,
+}
+
+
+class Log:
+    """What crossed from device to host while the ``with`` block was open.
+
+    Logs are process-wide, because backward passes of a device run on a thread of their own.
+    """
+
+    _open: ClassVar[list[Log]] = []
+
+    def __init__(self) -> None:
+        self.copies: list[tuple[int, ...]] = []
+        self.syncs: int = 0
+        self.ops: Counter[str] = Counter()
+
+    def __enter__(self) -> Self:
+        Log._open.append(self)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        Log._open.remove(self)
+
+    def reset(self) -> None:
+        """Forget everything recorded so far."""
+        self.copies.clear()
+        self.syncs = 0
+        self.ops.clear()
+
+
+class SimTensor(Tensor):
+    """A tensor that claims to live on `DEVICE`; ``host`` is the CPU tensor that holds its data."""
+
+    host: Tensor
+
+    @staticmethod
+    def __new__(cls, host: Tensor) -> Self:
+        if isinstance(host, SimTensor) or host.layout is not torch.strided:
+            raise NotImplementedError("the simulated device holds plain strided CPU tensors only")
+        # In inference mode too, a view of an ordinary tensor is an ordinary tensor.
+        with torch.inference_mode(host.is_inference()):
+            wrapper = Tensor._make_wrapper_subclass(
+                cls,
+                host.shape,
+                strides=host.stride(),
+                storage_offset=host.storage_offset(),
+                dtype=host.dtype,
+                device=DEVICE,
+            )
+        wrapper.host = host
+        return wrapper
+
+    # Assigning `.data` swaps the C++ half of a tensor only; the Python half has to follow.
+    @property
+    def data(self) -> Tensor:
+        return _DATA.__get__(self)
+
+    @data.setter  # type: ignore[override]
+    def data(self, value: SimTensor) -> None:
+        _DATA.__set__(self, value)
+        self.host = value.host
+
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        _DeviceGuard.set_aside.clear()
+        try:
+            super().backward(*args, **kwargs)
+        except SystemError as error:
+            raise (_DeviceGuard.set_aside or [error])[0] from None
+
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
+    def __format__(self, specification: str) -> str:
+        return format(self.item() if self.dim() == 0 else repr(self), specification)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"SimTensor({self.host!r})"
+
+    # With these two torch moves a module's parameters by swapping whole tensors, not `.data`.
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["host"], None
+
+    @staticmethod
+    def __tensor_unflatten__(host: dict[str, Tensor], _meta: None, _size: Any, _stride: Any) -> SimTensor:
+        return SimTensor(host["host"])
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        _check_devices(func, args, kwargs)
+        _record(func, args, kwargs)
+        to_host = "device" in kwargs and torch.device(kwargs["device"] or DEVICE).type == "cpu"
+        host_kwargs = dict(kwargs, device=_HOST) if "device" in kwargs else kwargs
+        host_out = func(*tree_map(_unwrap, args), **tree_map(_unwrap, host_kwargs))
+        if to_host:
+            return host_out
+        return _rewrap(func, (args, kwargs), host_out)
+
+
+def put(tensor: Tensor) -> Tensor:
+    """Copy of a CPU tensor on the simulated device; not differentiable with respect to it."""
+    return SimTensor(tensor.detach().clone()).requires_grad_(tensor.requires_grad)
+
+
+def to_device(model: ModuleT) -> ModuleT:
+    """Move parameters and buffers to the simulated device, in place, keeping tied ones tied."""
+    return model.to(DEVICE)
+
+
+def _unwrap(value: Any) -> Any:
+    return value.host if isinstance(value, SimTensor) else value
+
+
+def _tensors(*trees: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in tree_iter(trees) if isinstance(leaf, Tensor))
+
+
+def _check_devices(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if func in _CROSSING:
+        return
+    for tensor in _tensors(args, kwargs):
+        # Host scalars may join any device operation, as wrapped numbers do on a real device.
+        if not isinstance(tensor, SimTensor) and tensor.dim() > 0:
+            raise RuntimeError(f"{func}: expected all tensors on {DEVICE}, found one on {tensor.device}")
+
+
+def _rewrap(func: OpOverload, inputs: Any, host_out: Any) -> Any:
+    """Wrap results, giving back the caller's own tensor where the operation returned an argument."""
+    given = {id(_unwrap(tensor)): tensor for tensor in _tensors(inputs)}
+
+    def wrap(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return given[id(value)] if id(value) in given else SimTensor(value)
+
+    out = tree_map(wrap, host_out)
+    if func.is_view:
+        for view in _tensors(out):
+            torch._functionalize_unsafe_set(view, inputs[0][0])
+    if func._schema.is_mutable:
+        for tensor in given.values():
+            _follow_host(tensor)
+    return out
+
+
+def _follow_host(tensor: Tensor) -> None:
+    """Give a wrapper the shape its data has after an operation that resized or restrided it."""
+    if isinstance(tensor, SimTensor) and _layout(tensor) != _layout(tensor.host):
+        _DATA.__set__(tensor, SimTensor(tensor.host))
+
+
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.storage_offset()
+
+
+def _record(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    copies = _host_copies(func, args, kwargs)
+    synced = _waits_for_data(func, args)
+    for log in Log._open:
+        log.ops[str(func)] += 1
+        log.copies.extend(copies)
+        log.syncs += synced
+
+
+def _host_copies(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[int, ...]]:
+    """Shapes of the device-to-host copies this call makes."""
+    if func is aten._to_copy.default:
+        device = kwargs.get("device")
+        return [tuple(args[0].shape)] if device is not None and torch.device(device).type == "cpu" else []
+    if func is aten.copy_.default:
+        pairs = [(args[0], args[1])]
+    elif func is aten._copy_from.default:
+        pairs = [(args[1], args[0])]
+    elif func is aten._foreach_copy_.default:
+        pairs = list(zip(args[0], args[1], strict=True))
+    else:
+        return []
+    return [
+        tuple(source.shape)
+        for target, source in pairs
+        if isinstance(source, SimTensor) and not isinstance(target, SimTensor)
+    ]
+
+
+def _waits_for_data(func: OpOverload, args: tuple[Any, ...]) -> bool:
+    """Whether the host would have to see device data before this call could return."""
+    if func in _INDEXING:
+        return any(index.dtype in (torch.bool, torch.uint8) for index in _tensors(args[1]))
+    if func is aten.histc.default:
+        low, high = (*args[2:4], 0, 0)[:2]
+        return bool(low == high)
+    tags = func.tags
+    return torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags
+
+
+def _empty(size: list[int], *, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
+    _record(aten.empty.memory_format, (size,), {})
+    memory_format = options.get("memory_format") or torch.contiguous_format
+    return SimTensor(torch.empty(size, dtype=dtype, device=_HOST, memory_format=memory_format))
+
+
+def _empty_strided(
+    size: list[int], stride: list[int], *, dtype: torch.dtype | None = None, **_options: Any
+) -> Tensor:
+    _record(aten.empty_strided.default, (size, stride), {})
+    return SimTensor(torch.empty_strided(size, stride, dtype=dtype, device=_HOST))
+
+
+def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
+    _record(aten._copy_from.default, (source, target), {})
+    _unwrap(target).copy_(_unwrap(source))
+    return target
+
+
+# Factories carry no SimTensor among their arguments, and some of torch's C++ copies bypass
+# `__torch_dispatch__`: both arrive at the backend's own kernels.
+_kernels = torch.library.Library("aten", "IMPL", "PrivateUse1")
+_kernels.impl("empty.memory_format", _empty)
+_kernels.impl("empty_strided", _empty_strided)
+_kernels.impl("_copy_from", _copy_from)
