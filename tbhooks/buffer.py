@@ -86,12 +86,13 @@ class Buffer:
         self.used = 0
 
     def _grow(self, records: int) -> None:
-        chunk = torch.zeros(records, self.record_bytes, dtype=torch.uint8, device=self.device)
-        self._chunks.append(chunk)
-        self._rows += chunk[:, : self.row_bytes].view(self.row_type).unbind()
-        if self.with_buckets:
-            counts = chunk[:, self.row_bytes :].view(torch.int32)[:, : buckets.SLOTS]
-            self._counts += counts.unbind()
+        with torch.inference_mode(False):  # a tensor made inside it could not be written outside
+            chunk = torch.zeros(records, self.record_bytes, dtype=torch.uint8, device=self.device)
+            self._chunks.append(chunk)
+            self._rows += chunk[:, : self.row_bytes].view(self.row_type).unbind()
+            if self.with_buckets:
+                counts = chunk[:, self.row_bytes :].view(torch.int32)[:, : buckets.SLOTS]
+                self._counts += counts.unbind()
 
 
 @dataclass(frozen=True)
@@ -216,8 +217,7 @@ class Recorder:
         key = (device, self.with_buckets)
         if key not in self._number:
             self._number[key] = len(self._buffers)
-            with torch.inference_mode(False):
-                self._buffers.append(Buffer(device, self.with_buckets, capacity=len(self.sites)))
+            self._buffers.append(Buffer(device, self.with_buckets, capacity=len(self.sites)))
         number = self._number[key]
         return number, self._buffers[number]
 

@@ -28,7 +28,7 @@ FORWARDS_WITHOUT_OPTIMIZER = 32
 class Listener(Protocol):
     """What the clock calls."""
 
-    def owns(self, optimizer: Optimizer) -> bool: ...
+    def owned(self, optimizer: Optimizer) -> frozenset[int]: ...
 
     def before_optimizer(self, optimizer: Optimizer, has_closure: bool) -> None: ...
 
@@ -44,14 +44,21 @@ class Listener(Protocol):
 class Round:
     """Which optimizer's step ends a training step, when one model has several optimizers.
 
-    A step is over when every optimizer that took part in the last one has stepped again. An optimizer
-    first seen right after that belongs to the step just ended and is waited for from then on; one that
-    comes round a second time shows that the others are not coming.
+    A step is over when every optimizer that took part in the last one has stepped again. One first seen
+    right after that belongs to the step just ended, and is waited for from then on; one that comes round
+    a second time shows that the others are not coming; one that takes over another's parameters replaces it.
     """
 
     def __init__(self) -> None:
-        self._members: set[int] = set()
+        self._members: dict[int, frozenset[int]] = {}
         self._stepped: set[int] = set()
+
+    def meets(self, key: int, parameters: frozenset[int]) -> None:
+        """Tells of an optimizer about to step, and of the parameters it steps."""
+        for other, theirs in list(self._members.items()):
+            if other != key and theirs & parameters:
+                del self._members[other]
+                self._stepped.discard(other)
 
     def is_late(self, key: int) -> bool:
         """Whether this optimizer belongs to the step that has just ended."""
@@ -61,17 +68,18 @@ class Round:
         """Whether the open step ended before this optimizer's step began."""
         if key not in self._stepped:
             return False
-        self._members, self._stepped = set(self._stepped), set()
+        self._members = {member: self._members[member] for member in self._stepped}
+        self._stepped = set()
         return True
 
-    def ends(self, key: int) -> bool:
+    def ends(self, key: int, parameters: frozenset[int]) -> bool:
         """Whether this optimizer's step has ended the training step."""
-        if self.is_late(key):
-            self._members.add(key)
+        late = self.is_late(key)
+        self._members[key] = parameters
+        if late:
             return False
-        self._members.add(key)
         self._stepped.add(key)
-        if self._stepped >= self._members:
+        if self._stepped >= self._members.keys():
             self._stepped = set()
             return True
         return False
@@ -88,7 +96,7 @@ class Clock:
         self._report = report
         self._auto = mode == "auto"
         self._round = Round()
-        self._owned: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
+        self._owned: weakref.WeakKeyDictionary[Optimizer, frozenset[int]] = weakref.WeakKeyDictionary()
         self._closures: set[int] = set()
         self._forwards = 0
         self._versions = -1
@@ -126,11 +134,14 @@ class Clock:
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         with self._report.guarded("before the optimizer's step"):
-            if not self._owns(optimizer):
+            parameters = self._owned_by(optimizer)
+            if not parameters:
                 return
             self._optimizer_found()
-            if self.mode == "optimizer" and self._round.comes_again(id(optimizer)):
-                self.tick()
+            if self.mode == "optimizer":
+                self._round.meets(id(optimizer), parameters)
+                if self._round.comes_again(id(optimizer)):
+                    self.tick()
             if self.mode != "optimizer" or not self._round.is_late(id(optimizer)):
                 # args[0] is the optimizer itself.
                 has_closure = any(value is not None for value in (*args[1:], kwargs.get("closure")))
@@ -140,7 +151,8 @@ class Clock:
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         with self._report.guarded("after the optimizer's step"):
-            if not self._owns(optimizer):
+            parameters = self._owned_by(optimizer)
+            if not parameters:
                 return
             had_closure = id(optimizer) in self._closures
             self._closures.discard(id(optimizer))
@@ -149,7 +161,7 @@ class Clock:
                 return
             if in_backward():
                 self._end_with_backward()
-            elif self._round.ends(id(optimizer)):
+            elif self._round.ends(id(optimizer), parameters):
                 self.tick()
 
     def _end_with_backward(self) -> None:
@@ -163,10 +175,10 @@ class Clock:
         with self._report.guarded("after backward"):
             self.tick()
 
-    def _owns(self, optimizer: Optimizer) -> bool:
+    def _owned_by(self, optimizer: Optimizer) -> frozenset[int]:
         owned = self._owned.get(optimizer)
         if owned is None:
-            owned = self._owned[optimizer] = self._listener.owns(optimizer)
+            owned = self._owned[optimizer] = self._listener.owned(optimizer)
         return owned
 
     def _optimizer_found(self) -> None:

@@ -23,7 +23,7 @@ class History:
 
     def __init__(self, most_frames: int = MOST_FRAMES) -> None:
         self._frames: deque[Frame] = deque(maxlen=most_frames)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def append(self, frame: Frame) -> None:
         """Adds a frame; scalars that came late join the frame of their step."""

@@ -77,28 +77,36 @@ class Loop:
     def stop(self) -> None:
         """Ends everything and hands over what there is, a step cut short too."""
         self.settle()
-        if self.probe.token is not None and self.recorder.calls:
-            self._end_reading(keep_hooks=False)
-            self._pack(self.clock.count)
+        with self._report.guarded("closing"):
+            if self.probe.token is not None and self.recorder.calls:
+                if self.clock.mode != "optimizer":  # no optimizer will come to read them at
+                    self.parameters.rest()
+                self._pack(self.clock.count)
+            self.abandon()
         self.settle()
-        self.abandon()
         self.clock.stop()
 
     def abandon(self) -> None:
         """Forgets the open step and leaves no hook on the model."""
-        self.probe.next_forward = None
-        self.probe.end(keep_hooks=False)
+        self.probe.abandon()
         self.parameters.forget()
 
     def settle(self) -> None:
-        """Hands over a step that has ended, without waiting for what may still be logged to it."""
+        """Hands over everything that has ended, for a reader who waits: scalars that missed their copy too."""
         with self._report.guarded("handing over a step"):
-            if self._ended is not None:
-                self._pack(self._ended)
-                self._begin_if_due()
-            self._hand_over()
+            self._finish_step()
             if self._held and self.probe.token is None:
                 self._submit(self._copy(self.clock.count))
+
+    def _finish_step(self) -> None:
+        """Something of the next step is seen: nothing more can belong to the one that has ended."""
+        if self._ended is not None:
+            self._pack(self._ended)
+            self._begin_if_due()
+        if self._packed is not None:
+            self._late, self._late_now = self._late_now, set()
+            packed, self._packed = self._packed, None
+            self._submit(packed)
 
     def pause(self, paused: bool) -> None:
         self._paused = paused
@@ -124,7 +132,8 @@ class Loop:
         elif self._packed is not None and tag not in self._packed.scalars and tag not in self._held:
             self._late_now.add(tag)
             self._add_to_packed(self._packed, tag, value)
-        elif self.probe.token is not None:
+        elif self.probe.token is not None and (tag not in self._late or self.probe.called):
+            # A late one before the open step has begun is of the unlogged step before it.
             self.recorder.scalar(tag, value)
 
     def _add_to_packed(self, packed: Pending, tag: str, value: Tensor | float) -> None:
@@ -145,7 +154,7 @@ class Loop:
             else:
                 self._step_ended(self.clock.count if label is None else label)
                 self.clock.count += 1
-            self.settle()
+            self._finish_step()
 
     def _relabel(self, label: int | None) -> None:
         if label is not None and self._ended is not None:
@@ -155,8 +164,8 @@ class Loop:
 
     # What the clock calls.
 
-    def owns(self, optimizer: Optimizer) -> bool:
-        return self.parameters.owns(optimizer)
+    def owned(self, optimizer: Optimizer) -> frozenset[int]:
+        return self.parameters.owned(optimizer)
 
     def admits(self, model: nn.Module) -> bool:
         return self.probe.admits(model)
@@ -165,7 +174,7 @@ class Loop:
         return self.probe.watch_root(told)
 
     def before_optimizer(self, optimizer: Optimizer, has_closure: bool) -> None:
-        self.settle()
+        self._finish_step()
         self._just_ended = False
         if self.probe.token is not None and not self._paused:
             self._log_learning_rates(optimizer)
@@ -179,7 +188,7 @@ class Loop:
         self._step_ended(self.clock.count)
 
     def _step_ended(self, label: int) -> None:
-        self.settle()
+        self._finish_step()
         self._just_ended = True
         next_is_logged = self._schedule.logs(self.clock.count + 1)
         if self.probe.token is not None:
@@ -188,12 +197,12 @@ class Loop:
             if not self._late <= self.recorder.scalar_tags:
                 self._ended = label
                 if next_is_logged:
-                    self.probe.next_forward = self.settle
+                    self.probe.next_forward = self._finish_step
                 return
             self._pack(label)
         if next_is_logged:
             self._begin()
-            self.probe.next_forward = self.settle
+            self.probe.next_forward = self._finish_step
 
     def _begin_if_due(self) -> None:
         if self._schedule.logs(self.clock.count):
@@ -224,12 +233,6 @@ class Loop:
         self._held = {}
         return self.recorder.pack(label, self._rank)
 
-    def _hand_over(self) -> None:
-        if self._packed is not None:
-            self._late, self._late_now = self._late_now, set()
-            packed, self._packed = self._packed, None
-            self._submit(packed)
-
     def _warn_if_blind(self, label: int) -> None:
         if not self._paused and self.recorder.wants("activation", "gradient") and not self.probe.called:
             self._report.tell(
@@ -242,5 +245,5 @@ class Loop:
         for group in optimizer.param_groups:
             name = group.get("name", self._groups_seen)
             self._groups_seen += 1
-            if "lr" in group:
+            if isinstance(group.get("lr"), Tensor | float | int):
                 self.recorder.scalar(f"train.lr/{name}", group["lr"])

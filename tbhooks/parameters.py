@@ -38,11 +38,11 @@ class ParameterReader:
         self._read: set[int] = set()
         self._before: dict[int, Tensor] = {}
 
-    def owns(self, optimizer: Optimizer) -> bool:
-        """Whether the optimizer steps a parameter of this model."""
+    def owned(self, optimizer: Optimizer) -> frozenset[int]:
+        """Which parameters of this model the optimizer steps, by id."""
         model = self._model()
         mine = set() if model is None else {id(parameter) for parameter in model.parameters()}
-        return any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"])
+        return frozenset(mine.intersection(id(p) for group in optimizer.param_groups for p in group["params"]))
 
     def before(self, optimizer: Optimizer, has_closure: bool) -> None:
         """Weights, and the gradients the step will use; with a closure those are made inside the step."""

@@ -157,11 +157,17 @@ class Probe:
             self.attach()
 
     def end(self, keep_hooks: bool) -> None:
-        """Closes the step."""
+        """Closes a step that ran to its end, and reports what it should have shown and did not."""
         self._report_unseen()
         self._drop_step()
         if not keep_hooks:
             self.detach()
+
+    def abandon(self) -> None:
+        """Closes a step that was cut short, and leaves no hook behind."""
+        self.next_forward = None
+        self._drop_step()
+        self.detach()
 
     def attach(self) -> None:
         """Hooks on every watched module there is now: added and replaced ones are found here."""

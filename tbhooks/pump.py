@@ -69,16 +69,19 @@ class Pump:
 
     def close(self, timeout_s: float = DEADLINE_S) -> None:
         """Writes what is left and closes the sinks, within the time given."""
-        with self._changed:
-            if self._closed:
-                return
-            self._enqueue(_close)
-            self._closed = True
+        self.finish()
         if not self.wait(timeout_s):
             with self._changed:
                 left = sum(not callable(step) for step in self._queue) + self._busy
             for _ in range(left):
                 self._report.drop(f"the sinks had not taken it {timeout_s:g} s after close()")
+
+    def finish(self) -> None:
+        """Closes without waiting: the thread writes what is left and ends."""
+        with self._changed:
+            if not self._closed:
+                self._enqueue(_close)
+                self._closed = True
 
     def abandon(self) -> None:
         """In a forked child, where the thread does not exist: do nothing, for ever."""

@@ -55,7 +55,8 @@ class Report:
     messages: list[str] = field(default_factory=list)
     _told: set[str] = field(default_factory=set)
     _untold: dict[str, list[str]] = field(default_factory=dict)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    # Re-entrant: a signal may be handled in the middle of a message.
+    _lock: threading.RLock = field(default_factory=threading.RLock)
 
     @contextlib.contextmanager
     def guarded(self, where: str, failed: Callable[[], None] | None = None) -> Iterator[None]:

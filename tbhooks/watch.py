@@ -24,7 +24,7 @@ from tbhooks.frame import KINDS, Finding, Frame
 from tbhooks.history import History
 from tbhooks.loop import Loop, Schedule
 from tbhooks.pump import DEADLINE_S, Pump
-from tbhooks.report import Report, Stats, logger
+from tbhooks.report import Report, Stats
 from tbhooks.select import Selector, unwrap
 from tbhooks.sinks import Sink
 
@@ -99,13 +99,16 @@ class Watch:
         self._loop = Loop(model, selector, kinds, schedule, mode, rank, self._pump.submit, self._report)
         self._model = weakref.ref(unwrap(model))
         self._sinks = sinks
-        self._closed = rank != 0
-        self._inert = rank != 0
+        self._closed = False
+        # Nothing to do any more, or ever: another rank, a forked child, a model that is gone.
+        self._idle = rank != 0
 
     def step(self, n: int | None = None) -> None:
         """Ends the current step and labels it n, or with the watch's own count. From then on nothing else does."""
         self._check_usable()
-        self._loop.step(None if n is None else _whole_number("n", n, least=0))
+        label = None if n is None else _whole_number("n", n, least=0)
+        if not self._idle:
+            self._loop.step(label)
 
     def log(self, values: Mapping[str, Tensor | float]) -> None:
         """Logs numbers with the step, as `train/<name>`; device tensors ride in its one copy, without a sync.
@@ -113,17 +116,20 @@ class Watch:
         Values given on a step that is not logged cost nothing and go nowhere.
         """
         self._check_usable()
-        self._loop.log({_tag(name): _number(name, value) for name, value in _items(values)})
+        numbers = {_tag(name): _number(name, value) for name, value in _items(values)}
+        if not self._idle:
+            self._loop.log(numbers)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """No hooks and no reading inside; steps are still counted."""
         self._check_usable()
-        self._loop.pause(True)
+        if not self._idle:
+            self._loop.pause(True)
         try:
             yield
         finally:
-            if not self._closed:
+            if not self._idle:
                 self._loop.pause(False)
 
     def flush(self, timeout_s: float = DEADLINE_S) -> None:
@@ -133,12 +139,12 @@ class Watch:
 
     def close(self, timeout_s: float = DEADLINE_S) -> None:
         """Writes what there is, takes every hook off, closes what the watch opened. Can be called again."""
-        if self._closed:
-            return
         self._closed = True
-        _open.discard(self)
-        self._loop.stop()
-        self._pump.close(timeout_s)
+        if self in _open:
+            _open.discard(self)
+            self._loop.stop()
+            self._idle = True
+            self._pump.close(timeout_s)
 
     @property
     def latest(self) -> Frame | None:
@@ -149,9 +155,9 @@ class Watch:
     @property
     def history(self) -> History:
         """The last frames, up to and including the last step that has ended."""
-        if not self._closed:
+        if not self._idle:
             self._loop.settle()
-            self._pump.wait()
+        self._pump.wait()
         return self._history
 
     @property
@@ -181,11 +187,13 @@ class Watch:
         self.close()
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else f"step {self._loop.clock.count}"
+        state = "closed" if self._closed else "idle" if self._idle else f"step {self._loop.clock.count}"
         return f"<Watch: {state}, {self._loop.logged} steps logged, {len(self._judge.findings)} findings>"
 
     def _start(self) -> None:
         _prepare_process()
+        for gone in [watching for watching in _open if watching._idle]:
+            gone.close()
         _open.add(self)
         for sink in self._sinks:
             if hasattr(sink, "drain_before_close"):
@@ -196,14 +204,14 @@ class Watch:
         self._loop.start()
 
     def _check_usable(self) -> None:
-        if self._closed and not self._inert:
+        if self._closed:
             raise ClosedError("this watch is closed; call watch() again")
 
     def _is_on(self, model: nn.Module) -> bool:
         return self._model() is unwrap(model)
 
     def _flush(self, timeout_s: float) -> None:
-        if self._closed:
+        if self._idle:
             return
         self._loop.settle()
         if not self._pump.flush(timeout_s):
@@ -213,8 +221,13 @@ class Watch:
         with self._report.guarded("draining"):
             self._flush(DEADLINE_S)
 
+    def _finish(self) -> None:
+        self._idle = True
+        self._loop.settle()
+        self._pump.finish()
+
     def _abandon(self) -> None:
-        self._closed = True
+        self._idle = True
         self._pump.abandon()
         self._loop.abandon()
 
@@ -227,7 +240,7 @@ def make_sinks(writer: Any, scalars: Any) -> tuple[Sink, ...]:
     given = writer if isinstance(writer, list | tuple) else [] if writer is None else [writer]
     sinks: list[Sink] = []
     for one in given:
-        if isinstance(one, str | Path) or hasattr(one, "_get_file_writer"):
+        if isinstance(one, str | Path) or (hasattr(one, "_get_file_writer") and not isinstance(one, type)):
             sinks.append(TensorBoardSink(one, scalars))
         elif isinstance(one, Sink) and not isinstance(one, type):
             sinks.append(one)
@@ -290,6 +303,8 @@ def _rank() -> int:
 
 _open: set[Watch] = set()
 _prepared = threading.Event()
+# Whoever sends SIGTERM usually sends SIGKILL some ten seconds later.
+SIGTERM_DEADLINE_S = 5.0
 
 
 def _prepare_process() -> None:
@@ -303,9 +318,9 @@ def _prepare_process() -> None:
         signal.signal(signal.SIGTERM, _on_sigterm)
 
 
-def _close_all() -> None:
+def _close_all(timeout_s: float = DEADLINE_S) -> None:
     for watching in list(_open):
-        watching.close()
+        watching.close(timeout_s)
 
 
 def _abandon_all() -> None:
@@ -316,13 +331,13 @@ def _abandon_all() -> None:
 
 def _on_sigterm(number: int, _frame: Any) -> None:
     """Writes what was handed over, then dies of the signal as the process would have without us."""
-    _close_all()
+    _close_all(SIGTERM_DEADLINE_S)
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
 
 
 def _model_is_gone(reference: weakref.ref[Watch]) -> None:
+    """Called by the garbage collector, at any moment: nothing may be waited for, and no table be changed."""
     watching = reference()
-    if watching is not None:
-        logger.info("a watched model is gone: its watch is closed")
-        watching.close()
+    if watching is not None and not watching._idle:
+        watching._finish()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import json
+import weakref
 import zlib
 from collections.abc import Callable, Iterable
 from functools import lru_cache
@@ -82,7 +83,7 @@ class TensorBoardSink:
     def drain_before_close(self, drain: Callable[[], None]) -> None:
         """Has `drain` called when the user flushes or closes the writer, so that nothing comes too late."""
         if not self._owned:
-            self._unhook = _call_before(self._writer, ("flush", "close"), drain)
+            self._unhook = _drain_first(self._writer, drain)
 
     def write(self, frame: Frame) -> None:
         event = event_pb2.Event(wall_time=frame.time, step=frame.step)
@@ -150,21 +151,32 @@ def _event_class(writer: Any) -> Any:
     return Event
 
 
-def _call_before(target: Any, names: tuple[str, ...], first: Callable[[], None]) -> Callable[[], None]:
-    """Wraps methods of one object; returns what undoes it."""
+# What to call before a writer is flushed or closed; several watches may share one writer.
+_drains: weakref.WeakKeyDictionary[Any, list[Callable[[], None]]] = weakref.WeakKeyDictionary()
+_DRAINED = ("flush", "close")
 
-    def wrapper(wrapped: Callable[..., Any], _instance: Any, args: Any, kwargs: Any) -> Any:
-        first()
-        return wrapped(*args, **kwargs)
 
-    for name in names:
-        wrapt.wrap_function_wrapper(target, name, wrapper)
+def _drain_first(writer: Any, drain: Callable[[], None]) -> Callable[[], None]:
+    """Has `drain` called before the writer's own flush and close; returns what undoes it."""
+    drains = _drains.setdefault(writer, [])
+    if not drains:
+        for name in _DRAINED:
+            wrapt.wrap_function_wrapper(writer, name, _draining)
+    drains.append(drain)
 
     def undo() -> None:
-        for name in names:
-            target.__dict__.pop(name, None)
+        drains.remove(drain)
+        if not drains:
+            for name in _DRAINED:
+                writer.__dict__.pop(name, None)
 
     return undo
+
+
+def _draining(wrapped: Callable[..., Any], _instance: Any, args: Any, kwargs: Any) -> Any:
+    for drain in list(_drains.get(wrapped.__self__, ())):  # type: ignore[attr-defined]
+        drain()
+    return wrapped(*args, **kwargs)
 
 
 def _add_histograms(frame: Frame, add: Callable[..., Any]) -> None:
@@ -289,7 +301,10 @@ def use_fast_crc() -> bool:
 
     The Python one costs 150 ns a byte, in a thread but under the GIL, so training would pay for it.
     """
-    import google_crc32c  # noqa: PLC0415  optional at heart: without it everything works, slower
+    try:
+        import google_crc32c  # noqa: PLC0415  without it everything works, slower
+    except ImportError:
+        return False
 
     def masked(data: bytes) -> int:
         crc: int = google_crc32c.value(data)

@@ -1,0 +1,365 @@
+"""When a step ends: optimizers, several of them, forwards, the user; and which steps are logged."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tbhooks
+from tbhooks.clock import FORWARDS_WITHOUT_OPTIMIZER, Round
+from tbhooks.loop import Schedule
+from tests import zoo
+from tests.loops import forward, mlp, sgd, steps_of, train
+
+
+@pytest.mark.parametrize(("every", "logged"), [(1, [0, 1, 2, 3, 4, 5, 6]), (3, [0, 3, 6]), (5, [0, 5]), (100, [0])])
+def test_step_k_is_logged_when_every_divides_it(every: int, logged: list[int]) -> None:
+    model = mlp()
+    with tbhooks.watch(model, every=every) as watching:
+        train(model, 7)
+    assert steps_of(watching.history) == logged
+    assert watching.stats.steps == 7
+
+
+def test_micro_batches_merge_into_one_step() -> None:
+    model = mlp()
+    with tbhooks.watch(model, every=2) as watching:
+        train(model, 3, accumulate=4)
+    assert steps_of(watching.history) == [0, 2]
+    assert watching.latest["0", "activation"].count == 4 * 16 * 8
+    assert watching.latest["0.weight", "weight_gradient"].count == 4 * 8
+
+
+def test_clipped_gradients_are_logged_as_the_optimizer_used_them() -> None:
+    model = mlp()
+    optimizer = sgd(model)
+    with tbhooks.watch(model, every=1) as watching:
+        (1e3 * forward(model)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        expected = float(model[0].weight.grad.norm())
+        optimizer.step()
+    assert watching.latest["0.weight", "weight_gradient"].norm == pytest.approx(expected, rel=1e-5)
+    assert expected <= 0.5
+
+
+def test_evaluation_passes_are_no_steps_and_not_in_the_numbers() -> None:
+    model = mlp()
+    optimizer = sgd(model)
+    with tbhooks.watch(model, every=1) as watching:
+        for _ in range(3):
+            train(model, 1, optimizer)
+            model.eval()
+            for _ in range(5):
+                forward(model, batch=1000)
+            model.train()
+    assert steps_of(watching.history) == [0, 1, 2]
+    assert {frame["0", "activation"].count for frame in watching.history} == {16 * 8}
+
+
+def test_evaluation_before_the_first_training_pass_is_forgotten() -> None:
+    model = mlp()
+    with tbhooks.watch(model, every=1) as watching:
+        model.eval()
+        forward(model, batch=1000)
+        model.train()
+        train(model, 1)
+    assert watching.latest["0", "activation"].count == 16 * 8
+
+
+def test_a_model_that_is_never_in_training_mode_is_read_all_the_same() -> None:
+    model = mlp().eval()
+    with tbhooks.watch(model, every=1) as watching:
+        train(model, 2)
+    assert steps_of(watching.history) == [0, 1]
+
+
+def test_another_models_optimizer_ends_nothing() -> None:
+    model, other = mlp(), mlp()
+    with tbhooks.watch(model, every=1) as watching:
+        train(other, 5)
+        assert watching.stats.steps == 0
+        train(model, 2)
+    assert steps_of(watching.history) == [0, 1]
+
+
+def test_a_gan_is_two_watches_each_with_its_own_clock() -> None:
+    torch.manual_seed(0)
+    case = zoo.ZOO["gan"]
+    model = case.build()
+    generator, discriminator = tbhooks.watch(model.generator, every=1), tbhooks.watch(model.discriminator, every=1)
+    optimizers = sgd(model.generator), sgd(model.discriminator)
+    for _ in range(3):
+        zoo.gan_step(model, case.batch(), *optimizers)
+    assert generator.stats.steps == discriminator.stats.steps == 3
+    assert steps_of(generator.history) == steps_of(discriminator.history) == [0, 1, 2]
+
+
+def test_two_optimizers_on_one_model_make_one_step_and_both_updates_are_seen() -> None:
+    model = mlp()
+    first, second = sgd(model[0]), sgd(model[2])
+    with tbhooks.watch(model, every=1) as watching:
+        for _ in range(4):
+            forward(model).backward()
+            first.step()
+            second.step()
+            first.zero_grad()
+            second.zero_grad()
+    assert steps_of(watching.history) == [0, 1, 2, 3]
+    for frame in list(watching.history)[1:]:
+        assert ("0.weight", "update") in frame
+        assert ("2.weight", "update") in frame
+        assert frame["2.weight", "weight"].count == 8
+        assert frame["0", "activation"].count == 16 * 8
+
+
+def test_an_optimizer_that_stops_stepping_does_not_stop_the_clock() -> None:
+    model = mlp()
+    first, second = sgd(model[0]), sgd(model[2])
+    with tbhooks.watch(model, every=1) as watching:
+        for i in range(6):
+            forward(model).backward()
+            first.step()
+            if i < 2:
+                second.step()
+            model.zero_grad()
+    assert watching.stats.steps in (5, 6)
+
+
+def test_a_new_optimizer_for_the_same_parameters_replaces_the_old_one() -> None:
+    model = mlp()
+    with tbhooks.watch(model, every=1) as watching:
+        for _ in range(3):
+            train(model, 2)
+    assert steps_of(watching.history) == [0, 1, 2, 3, 4, 5]
+
+
+def test_round_counts_once_a_cycle_whatever_the_order() -> None:
+    a_round = Round()
+    ended = []
+    for key in [1, 2, 1, 2, 1, 2]:
+        assert not a_round.comes_again(key)
+        ended.append(a_round.ends(key, frozenset([key])))
+    assert ended == [True, False, False, True, False, True]
+
+
+def test_optimizers_that_step_inside_backward_make_one_step() -> None:
+    model = mlp()
+    optimizers = {p: torch.optim.SGD([p], lr=0.01) for p in model.parameters()}
+
+    def step_at_once(parameter: torch.Tensor) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step_at_once)
+    with tbhooks.watch(model, every=2) as watching:
+        for _ in range(5):
+            forward(model).backward()
+    assert steps_of(watching.history) == [0, 2, 4]
+    kinds = {(site.name, site.kind) for site in watching.latest.sites}
+    assert {(name, "update") for name, _ in model.named_parameters()} <= kinds
+    assert {(name, "weight_gradient") for name, _ in model.named_parameters()} <= kinds
+    assert ("0", "gradient") in kinds
+
+
+def test_lbfgs_steps_once_and_its_gradients_are_those_of_the_closure() -> None:
+    model = mlp()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+    x = torch.randn(16, 4)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    with tbhooks.watch(model, every=1) as watching:
+        optimizer.step(closure)
+        last = float(model[0].weight.grad.norm())
+        optimizer.step(closure)
+    assert steps_of(watching.history) == [0, 1]
+    assert watching.history[0]["0.weight", "weight_gradient"].norm == pytest.approx(last, rel=1e-5)
+    assert watching.history[0]["0", "activation"].count > 16 * 8
+
+
+def test_a_custom_optimizer_subclass_is_a_clock() -> None:
+    class Plain(torch.optim.Optimizer):
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, {"lr": 0.1})
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p -= group["lr"] * p.grad
+
+    model = mlp()
+    with tbhooks.watch(model, every=1) as watching:
+        train(model, 3, Plain(model.parameters()))
+    assert steps_of(watching.history) == [0, 1, 2]
+    assert watching.stats.clock == "optimizer"
+
+
+def test_weights_changed_by_hand_count_forwards_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = mlp()
+    with caplog.at_level(logging.WARNING, "tbhooks"), tbhooks.watch(model, every=2) as watching:
+        for _ in range(6):
+            gradients = torch.autograd.grad(forward(model), list(model.parameters()))
+            with torch.no_grad():
+                for p, g in zip(model.parameters(), gradients, strict=True):
+                    p -= 0.01 * g
+    assert steps_of(watching.history) == [0, 2, 4]
+    assert {frame["0", "activation"].count for frame in watching.history} == {16 * 8}
+    assert watching.stats.clock == "forward"
+    assert sum("no torch optimizer" in record.message for record in caplog.records) == 1
+
+
+def test_forwards_without_any_change_count_as_steps_after_a_while() -> None:
+    model = mlp()
+    with tbhooks.watch(model, every=1) as watching, torch.no_grad():
+        for _ in range(FORWARDS_WITHOUT_OPTIMIZER + 3):
+            forward(model)
+    assert watching.stats.clock == "forward"
+    assert steps_of(watching.history) == [0, 1, 2, 3]
+
+
+def test_step_forward_counts_forwards_from_the_start() -> None:
+    model = mlp()
+    with tbhooks.watch(model, every=2, step="forward") as watching:
+        for _ in range(5):
+            forward(model).backward()
+    assert steps_of(watching.history) == [0, 2, 4]
+    assert ("0", "gradient") in watching.latest
+    assert ("0.weight", "weight_gradient") in watching.latest
+
+
+def test_an_optimizer_that_comes_late_takes_over_the_clock() -> None:
+    model = mlp()
+    with tbhooks.watch(model, every=1) as watching:
+        for _ in range(FORWARDS_WITHOUT_OPTIMIZER + 2):
+            forward(model).backward()
+        assert watching.stats.clock == "forward"
+        train(model, 2)
+        assert watching.stats.clock == "optimizer"
+
+
+def test_explicit_steps_win_and_carry_their_label() -> None:
+    model = mlp()
+    with tbhooks.watch(model, every=2) as watching:
+        train(model, 5, after=lambda i, _: watching.step(1000 + i))
+    assert steps_of(watching.history) == [1000, 1002, 1004]
+    assert watching.stats.clock == "manual"
+    assert watching.stats.steps == 5
+
+
+def test_manual_steps_without_label_use_the_watchs_own_count() -> None:
+    model = mlp()
+    with tbhooks.watch(model, every=2, step="manual") as watching:
+        train(model, 6, after=lambda i, _: watching.step() if i % 2 else None)
+    assert steps_of(watching.history) == [0, 2]
+    assert watching.latest["0", "activation"].count == 2 * 16 * 8
+
+
+def test_learning_rates_are_logged_by_group_and_follow_the_scheduler() -> None:
+    model = mlp()
+    groups = [
+        {"params": model[0].parameters(), "lr": 0.1},
+        {"params": model[2].parameters(), "lr": 0.2, "name": "head"},
+    ]
+    optimizer = torch.optim.SGD(groups)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
+    with tbhooks.watch(model, every=1) as watching:
+        train(model, 2, optimizer, after=lambda *_: scheduler.step())
+    assert dict(watching.history[0].scalars) == {"train.lr/0": 0.1, "train.lr/head": 0.2}
+    assert dict(watching.history[1].scalars) == {"train.lr/0": 0.05, "train.lr/head": 0.1}
+
+
+@pytest.mark.parametrize("order", ["before", "after", "every micro-batch"])
+@pytest.mark.parametrize("every", [1, 3])
+def test_logged_values_belong_to_their_own_step(order: str, every: int) -> None:
+    model = mlp()
+    optimizer = sgd(model)
+    losses = []
+    with tbhooks.watch(model, every=every) as watching:
+        for _ in range(7):
+            loss = forward(model)
+            losses.append(float(loss.detach()))
+            if order != "after":
+                watching.log({"loss": loss, "twice": 2 * loss})
+            if order == "every micro-batch":
+                watching.log({"loss": loss})
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if order == "after":
+                watching.log({"loss": loss})
+                watching.log({"twice": 2 * loss})
+    for tag, factor in (("train/loss", 1), ("train/twice", 2)):
+        steps, values = watching.history.scalar(tag)
+        assert steps == list(range(0, 7, every))
+        assert values.tolist() == pytest.approx([factor * losses[i] for i in steps], rel=1e-6)
+
+
+def test_logged_tensors_may_be_overwritten_afterwards() -> None:
+    model = mlp()
+    optimizer = sgd(model)
+    total = torch.zeros(())
+    with tbhooks.watch(model, every=1) as watching:
+        for _ in range(2):
+            total += 1
+            forward(model).backward()
+            watching.log({"total": total})
+            optimizer.step()
+            total.zero_()
+    assert watching.history.scalar("train/total")[1].tolist() == [1.0, 1.0]
+
+
+def test_names_with_a_slash_are_tags_of_their_own() -> None:
+    model = mlp()
+    with tbhooks.watch(model, every=1) as watching:
+        train(model, 1, after=lambda *_: watching.log({"eval/accuracy": 0.5, "n": 3}))
+    assert watching.latest.scalars["eval/accuracy"] == 0.5
+    assert watching.latest.scalars["train/n"] == 3.0
+
+
+def test_a_scaled_step_that_is_skipped_is_no_step() -> None:
+    model = mlp()
+    optimizer = sgd(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with tbhooks.watch(model, every=1) as watching:
+        for factor in (1.0, float("inf"), 1.0):
+            scaler.scale(factor * forward(model)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    assert watching.stats.steps == 2
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_gradients_under_a_scaler_are_logged_unscaled(fused: bool) -> None:
+    def run(scale: float) -> float:
+        model = mlp()
+        optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        with tbhooks.watch(model, every=1) as watching:
+            scaler.scale(forward(model)).backward()
+            scaler.step(optimizer)
+        return watching.latest["0.weight", "weight_gradient"].norm
+
+    assert run(1024.0) == pytest.approx(run(1.0), rel=1e-5)
+
+
+def test_histograms_thin_themselves_out_on_long_runs() -> None:
+    schedule = Schedule(every=1, histograms=True)
+    taken = [n for n in range(1600) if schedule.takes_histograms(n)]
+    assert taken[:100] == list(range(100))
+    assert [sum(lo <= n < hi for n in taken) for lo, hi in ((100, 200), (200, 400), (400, 800), (800, 1600))] == [
+        50
+    ] * 4
+    assert [n for n in range(9) if Schedule(1, 3).takes_histograms(n)] == [0, 3, 6]
+    assert not any(Schedule(1, False).takes_histograms(n) for n in range(9))
+    assert all(Schedule(1, 1).takes_histograms(n) for n in range(500))

@@ -1,0 +1,276 @@
+"""The front door: lifetime, several watches, reading back, and an error for everything that is wrong."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.tensorboard import SummaryWriter
+
+import tbhooks
+from tests import zoo
+from tests.loops import forward, mlp, sgd, steps_of, train
+
+# -- lifetime ---------------------------------------------------------------------------------------
+
+
+def test_one_line_is_enough_and_reading_waits_for_what_has_ended() -> None:
+    model = mlp()
+    watching = tbhooks.watch(model, every=1)
+    train(model, 3)
+    assert steps_of(watching.history) == [0, 1, 2]
+    assert watching.latest["0", "activation"].count == 16 * 8
+
+
+def test_paused_takes_every_hook_off_and_goes_on_afterwards() -> None:
+    model = mlp()
+    with tbhooks.watch(model, every=1) as watching:
+        train(model, 1)
+        with watching.paused():
+            assert zoo.hook_count(model) == 0
+            train(model, 2)
+            assert zoo.hook_count(model) == 0
+        train(model, 1)
+    assert watching.stats.steps == 4
+    assert watching.latest.step == 3
+    assert watching.latest["0", "activation"].count == 16 * 8
+    assert not any(frame.sites for frame in watching.history if frame.step in (1, 2))
+
+
+def test_two_watches_on_one_model_and_closing_one_leaves_the_other() -> None:
+    model = mlp()
+    first, second = tbhooks.watch(model, every=1), tbhooks.watch(model, every=2, kinds="weight")
+    optimizer = train(model, 3)
+    first.close()
+    train(model, 2, optimizer)
+    assert steps_of(first.history) == [0, 1, 2]
+    assert steps_of(second.history) == [0, 2, 4]
+    second.close()
+    assert zoo.hook_count(model) == 0
+
+
+def test_unwatch_closes_every_watch_on_the_model_and_no_other() -> None:
+    model, other = mlp(), mlp()
+    mine, mine_too, theirs = tbhooks.watch(model), tbhooks.watch(model), tbhooks.watch(other)
+    tbhooks.unwatch(model)
+    assert zoo.hook_count(model) == 0
+    for closed in (mine, mine_too):
+        with pytest.raises(tbhooks.ClosedError):
+            closed.step()
+    theirs.log({"x": 1})
+    tbhooks.unwatch(model)
+
+
+def test_close_is_idempotent_and_what_was_read_stays_readable() -> None:
+    model = mlp()
+    watching = tbhooks.watch(model, every=1)
+    train(model, 2)
+    watching.close()
+    watching.close()
+    assert steps_of(watching.history) == [0, 1]
+    assert watching.stats.steps == 2
+    for use in (watching.step, watching.flush, lambda: watching.log({"x": 1}), watching.__enter__):
+        with pytest.raises(tbhooks.ClosedError, match="closed"):
+            use()
+    with pytest.raises(tbhooks.ClosedError), watching.paused():
+        pass
+
+
+def test_closing_removes_the_hooks_on_optimizers_too() -> None:
+    from torch.optim import optimizer
+
+    before = len(optimizer._global_optimizer_pre_hooks), len(optimizer._global_optimizer_post_hooks)
+    tbhooks.watch(mlp()).close()
+    assert before == (len(optimizer._global_optimizer_pre_hooks), len(optimizer._global_optimizer_post_hooks))
+
+
+def test_a_step_cut_short_is_written_at_close() -> None:
+    model = mlp()
+    with pytest.raises(ZeroDivisionError), tbhooks.watch(model, every=1) as watching:
+        train(model, 1)
+        forward(model)
+        raise ZeroDivisionError
+    assert steps_of(watching.history) == [0, 1]
+    assert ("0", "activation") in watching.latest
+    assert ("0", "gradient") not in watching.latest
+    assert watching.stats.unseen == {}
+
+
+def test_a_dropped_model_is_freed_and_its_frames_are_kept() -> None:
+    model = mlp()
+    watching = tbhooks.watch(model, every=1)
+    train(model, 2)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+    assert steps_of(watching.history) == [0, 1]
+    watching.log({"loss": 1.0})
+    watching.step()
+    watching.close()
+
+
+def test_a_list_of_sinks_each_gets_every_frame(tmp_path: Path) -> None:
+    model, memory = mlp(), tbhooks.MemorySink()
+    with tbhooks.watch(model, [memory, tbhooks.JsonlSink(tmp_path / "run.jsonl"), tmp_path / "tb"], every=1):
+        train(model, 2)
+    assert steps_of(memory.frames) == [0, 1]
+    assert len((tmp_path / "run.jsonl").read_text().splitlines()) == 2
+    assert len(list((tmp_path / "tb").glob("events*"))) == 1
+
+
+def test_other_ranks_open_no_file_and_put_on_no_hook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    model = mlp()
+    with tbhooks.watch(model, tmp_path / "run", every=1) as watching:
+        assert zoo.hook_count(model) == 0
+        train(model, 2, after=lambda *_: (watching.log({"loss": 1.0}), watching.step()))
+        with watching.paused():
+            pass
+        watching.flush()
+    assert not (tmp_path / "run").exists()
+    assert watching.latest is None
+    assert zoo.hook_count(model) == 0
+
+
+def test_the_self_report_says_what_it_cost_and_counts() -> None:
+    model = mlp()
+    with tbhooks.watch(model, every=1) as watching:
+        train(model, 2)
+    stats = watching.stats
+    assert (stats.steps, stats.logged, stats.errors, stats.dropped, stats.clock) == (2, 2, 0, 0, "optimizer")
+    assert stats.hooks_fired == 2 * (4 + 3)  # the root's gradient comes with the last layer's
+    assert stats.seconds_training > 0
+    assert stats.seconds_pump > 0
+
+
+# -- copies -----------------------------------------------------------------------------------------
+
+
+def test_a_copy_of_an_armed_model_does_not_log() -> None:
+    model = mlp()
+    with tbhooks.watch(model, every=1) as watching:
+        train(model, 1)
+        ema, average = copy.deepcopy(model), torch.optim.swa_utils.AveragedModel(model)
+        forward(model).backward()
+        for twin in (ema, average):
+            forward(twin, batch=1000).backward()
+        sgd(model).step()
+    assert watching.latest["0", "activation"].count == 16 * 8
+
+
+def test_an_armed_model_pickles_and_saves(tmp_path: Path) -> None:
+    model = mlp()
+    x = torch.randn(2, 4)
+    with tbhooks.watch(model, every=1):
+        assert zoo.hook_count(model) > 0
+        keys = list(model.state_dict())
+        again = pickle.loads(pickle.dumps(model))
+        torch.save(model, buffer := io.BytesIO())
+        buffer.seek(0)
+        loaded = torch.load(buffer, weights_only=False)
+        torch.save(model, tmp_path / "model.pt")
+    assert keys == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    assert torch.equal(again(x), model(x))
+    assert torch.equal(loaded(x), model(x))
+    script = (
+        "import sys; sys.modules['tbhooks'] = None; import torch; "
+        f"model = torch.load({str(tmp_path / 'model.pt')!r}, weights_only=False); model(torch.ones(1, 4)); print('fine')"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout == "fine\n", done.stderr
+
+
+# -- errors -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("every", [0, -1, 1.5, "10", None, True, [1]])
+def test_every_is_a_whole_number_of_at_least_one(every: Any) -> None:
+    with pytest.raises(tbhooks.ArgumentError, match=r"every is a whole number of at least 1, not "):
+        tbhooks.watch(mlp(), every=every)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"model": "resnet"}, "model is a torch.nn.Module, not 'resnet'"),
+        ({"model": nn.Linear}, "model is a torch.nn.Module"),
+        ({"writer": 3}, "writer is a SummaryWriter .* not 3"),
+        ({"writer": SummaryWriter}, "writer is a SummaryWriter"),
+        ({"writer": [None]}, "writer is a SummaryWriter"),
+        ({"kinds": ("activation", "gradients")}, "unknown kind 'gradients': did you mean 'gradient'"),
+        ({"kinds": ()}, "at least one of"),
+        ({"kinds": "weights"}, "did you mean 'weight'"),
+        ({"scalars": ("stdd",)}, "unknown stat 'stdd': did you mean 'std'"),
+        ({"scalars": 3}, "scalars is"),
+        ({"rules": ["nonfinite"]}, "unknown rule 'nonfinite': did you mean 'non_finite'"),
+        ({"rules": 3}, "rules is"),
+        ({"include": "encoder.*"}, "include='encoder.*' matches no module"),
+        ({"include": "00"}, "did you mean '0'"),
+        ({"include": 3}, "include takes a glob"),
+        ({"exclude": "*"}, "leaves no module"),
+        ({"step": "optimiser"}, "did you mean 'optimizer'"),
+        ({"ranks": "all"}, "ranks"),
+        ({"histograms": 0}, "histograms"),
+        ({"histograms": "yes"}, "histograms"),
+    ],
+)
+def test_a_wrong_argument_is_told_at_once_with_what_is_allowed(arguments: dict[str, Any], message: str) -> None:
+    model = arguments.pop("model", None) or mlp()
+    with pytest.raises(tbhooks.ArgumentError, match=message):
+        tbhooks.watch(model, **arguments)
+    if isinstance(model, nn.Module):
+        assert zoo.hook_count(model) == 0
+
+
+def test_a_wrong_argument_leaves_no_file_behind(tmp_path: Path) -> None:
+    with pytest.raises(tbhooks.ArgumentError):
+        tbhooks.watch(mlp(), tmp_path / "run", scalars=("nope",))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("value", [torch.ones(2), "1.0x", None, torch.ones(1, dtype=torch.complex64), object()])
+def test_log_takes_one_number_a_name(value: Any) -> None:
+    model = mlp()
+    with tbhooks.watch(model, every=1) as watching, pytest.raises(tbhooks.ArgumentError, match="loss"):
+        watching.log({"loss": value})
+
+
+@pytest.mark.parametrize("values", [3, [("loss", 1)], {1: 2}, {"": 2}])
+def test_log_takes_a_dict_of_names(values: Any) -> None:
+    model = mlp()
+    with tbhooks.watch(model, every=1) as watching, pytest.raises(tbhooks.ArgumentError):
+        watching.log(values)
+
+
+@pytest.mark.parametrize("n", [-1, 1.5, "3"])
+def test_step_labels_are_whole_numbers(n: Any) -> None:
+    model = mlp()
+    with tbhooks.watch(model, every=1) as watching, pytest.raises(tbhooks.ArgumentError, match="n is a whole number"):
+        watching.step(n)
+
+
+def test_reading_a_wrong_place_names_the_nearest() -> None:
+    model = mlp()
+    with tbhooks.watch(model, every=1) as watching:
+        train(model, 1)
+    with pytest.raises(tbhooks.UnknownSiteError, match=r"did you mean '0.weight'"):
+        watching.latest["0.weigth", "weight"]
+    with pytest.raises(tbhooks.UnknownSiteError, match=r"did you mean 'weight_gradient'"):
+        watching.latest["0.weight", "weight_gradients"]
+    with pytest.raises(KeyError):
+        watching.latest["nowhere", "activation"]
+    with pytest.raises(AttributeError, match="did you mean 'std'"):
+        _ = watching.latest["0", "activation"].stdd
+    with pytest.raises(tbhooks.ArgumentError):
+        watching.latest["0"]  # type: ignore[index]
