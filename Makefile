@@ -1,0 +1,32 @@
+# Everything runs from a venv in this checkout, made on first use; torch comes through constraints.txt.
+VENV := .venv
+PYTHON := $(VENV)/bin/python
+READY := $(VENV)/.ready
+
+.PHONY: demo test lint bench look clean
+
+demo: $(READY)  ## train a small CNN on digits, watched, and say how to look at it
+	$(PYTHON) -m tbhooks demo
+
+test: lint  ## everything CI runs
+	$(PYTHON) -m pytest -n 2 --durations 5
+
+lint: $(READY)
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m mypy
+
+bench: $(READY)  ## overhead and writing cost, with the peers beside them
+	$(PYTHON) benchmarks/overhead.py
+	$(PYTHON) benchmarks/writing.py
+
+look: $(READY)  ## TensorBoard on the demo's run
+	$(VENV)/bin/tensorboard --logdir runs
+
+$(READY): pyproject.toml constraints.txt
+	test -d $(VENV) || python3 -m venv $(VENV)
+	$(PYTHON) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $(READY)
+
+clean:
+	rm -rf $(VENV) runs build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,7 @@
+"""`python -m tbhooks`: the same as the `tbhooks` command."""
+
+import sys
+
+from tbhooks.cli import main
+
+sys.exit(main())

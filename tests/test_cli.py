@@ -1,0 +1,45 @@
+"""The command as a user types it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tbhooks
+
+
+def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tbhooks", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, cwd=cwd)
+
+
+def test_version_and_help() -> None:
+    assert run("--version").stdout == f"tbhooks {tbhooks.__version__}\n"
+    assert "demo" in run("--help").stdout
+
+
+def test_a_wrong_command_says_what_there_is() -> None:
+    done = run("dem")
+    assert done.returncode == 2
+    assert "demo" in done.stderr
+
+
+def test_the_demo_trains_shows_what_it_saw_and_says_how_to_look(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    done = run("demo", "--steps", "30", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for expected in ("conv1", "output.weight", "3 steps logged", "tensorboard --logdir runs"):
+        assert expected in done.stdout
+    assert len(list((tmp_path / "runs/digits").glob("events*"))) == 1
+    again = run("demo", "--steps", "10", cwd=tmp_path)
+    assert "runs/digits-2" in again.stdout
+    assert len(list((tmp_path / "runs/digits").glob("events*"))) == 1
+
+
+def test_the_demo_refuses_a_wrong_every() -> None:
+    done = run("demo", "--every", "0")
+    assert done.returncode == 1
+    assert "every is a whole number of at least 1" in done.stderr
