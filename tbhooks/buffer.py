@@ -18,13 +18,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tbhooks import buckets, rows, stats
+from tbhooks import buckets, kernel, rows, stats
 from tbhooks.frame import Frame, Site
 
 # Torch reductions make temporaries of the tensor's size: larger tensors are read in parts this long.
 PART = 1 << 22
 # A step that never ends must not eat the device: past this many bytes of records, calls go unseen.
 MOST_BYTES = 64 << 20
+
+# Bucket counts are 32-bit integers.
+MOST_COUNT = 2**31 - 1
 
 NO_SITE = -1
 Number = TypeVar("Number", np.float64, np.int64)
@@ -127,6 +130,30 @@ def _copy_out(buffer: Buffer) -> Copy:
     return Copy(host, buffer.row_type, event)
 
 
+def reduce(numbers: Tensor, row: Tensor, counts: Tensor | None) -> None:
+    """A real, flat tensor into its record, by the C kernel where it can."""
+    if numbers.device.type == "cpu" and not kernel.can_read(numbers):
+        numbers = numbers.float() if numbers.dtype.itemsize < 4 else numbers
+    if kernel.can_read(numbers):
+        kernel.reduce(numbers, row, counts)
+        return
+    rows.write_row(numbers, row)
+    if counts is not None:
+        buckets.add_counts(numbers, counts)
+
+
+def _parts(numbers: Tensor) -> Iterable[Tensor]:
+    longest = MOST_COUNT if kernel.can_read(numbers) else PART
+    return torch.split(numbers, longest) if numbers.numel() > longest else (numbers,)
+
+
+def _difference(after: Tensor, before: Tensor) -> Tensor:
+    """In half precision the difference itself would be rounded, so it is taken in float32."""
+    if after.dtype.itemsize < 4:
+        return after.float() - before.float()
+    return torch.sub(after, before, out=before)
+
+
 class Recorder:
     """Collects one logged step, on as many devices as the model uses, and knows every site by its number."""
 
@@ -174,6 +201,15 @@ class Recorder:
         if span is not None:
             self.calls.append((site, span))
         return span
+
+    def record_difference(self, site: int, after: Tensor, before: Tensor) -> None:
+        """Reduces `after - before` for a site; `before` may be overwritten."""
+        if kernel.can_read(after) and after.stride() == before.stride() and after.numel() <= MOST_COUNT:
+            span = self._record_difference(after, before)
+        else:
+            span = self._record_dense(_difference(after, before))
+        if span is not None:
+            self.calls.append((site, span))
 
     def share(self, site: int, span: Span) -> None:
         """Gives a site what was already reduced for another."""
@@ -228,14 +264,21 @@ class Recorder:
         number, buffer = self._buffer(numbers.device)
         numbers = rows.flat(numbers)
         start = buffer.used
-        for part in torch.split(numbers, PART) if numbers.numel() > PART else (numbers,):
+        for part in _parts(numbers):
             record = buffer.take()
             if record is None:
                 break
-            rows.write_row(part, buffer.row(record))
-            if self.with_buckets:
-                buckets.add_counts(part, buffer.counts(record))
+            reduce(part, buffer.row(record), buffer.counts(record) if self.with_buckets else None)
         return number, start, buffer.used
+
+    def _record_difference(self, after: Tensor, before: Tensor) -> Span | None:
+        number, buffer = self._buffer(after.device)
+        record = buffer.take()
+        if record is None:
+            return None
+        counts = buffer.counts(record) if self.with_buckets else None
+        kernel.reduce_difference(rows.flat(after), rows.flat(before), buffer.row(record), counts)
+        return number, record, record + 1
 
     def _record_sparse(self, tensor: Tensor) -> Span | None:
         present = tensor.detach().coalesce().values()
@@ -244,11 +287,14 @@ class Recorder:
             return None
         number, start, _ = span
         buffer = self._buffers[number]
-        record, absent = buffer.take(), tensor.numel() - present.numel()
-        if record is not None:
-            rows.write_constant(buffer.row(record), absent)
+        absent = tensor.numel() - present.numel()
+        for zeros in (min(MOST_COUNT, absent - done) for done in range(0, absent, MOST_COUNT)):
+            record = buffer.take()
+            if record is None:
+                break
+            rows.write_constant(buffer.row(record), zeros)
             if self.with_buckets:
-                buffer.counts(record)[stats.MIDDLE].fill_(absent)
+                buffer.counts(record)[stats.MIDDLE].fill_(zeros)
         return number, start, buffer.used
 
 

@@ -81,7 +81,7 @@ class Reading:
         return float(stats.underflow_fraction(self.row[None], self.counts[None], dtype)[0])
 
     def overflow_fraction(self, dtype: object) -> float:
-        """Share of the elements that would become infinite in `dtype`."""
+        """Share of the elements that are finite and lie beyond the range of `dtype`."""
         return float(stats.overflow_fraction(self.row[None], self.counts[None], dtype)[0])
 
     def __dir__(self) -> list[str]:
@@ -120,6 +120,14 @@ class Frame:
         self.values.flags.writeable = False
         self.buckets.flags.writeable = False
         object.__setattr__(self, "scalars", MappingProxyType(dict(self.scalars)))
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {name: value for name, value in self.__dict__.items() if name != "_index"}
+        return {**state, "scalars": dict(self.scalars)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.__post_init__()
 
     @cached_property
     def _index(self) -> dict[tuple[str, str], int]:

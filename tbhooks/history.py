@@ -33,7 +33,12 @@ class History:
             self._frames.append(frame)
             if len(self._frames) > MOST_WITH_BUCKETS:
                 old = self._frames[-MOST_WITH_BUCKETS - 1]
-                self._frames[-MOST_WITH_BUCKETS - 1] = replace(old, buckets=old.buckets[:, :0])
+                self._frames[-MOST_WITH_BUCKETS - 1] = replace(old, buckets=np.zeros((len(old.sites), 0), np.int64))
+
+    def judged(self, frame: Frame) -> None:
+        """The newest frame, with what the rules found in it."""
+        with self._lock:
+            self._frames[-1] = frame
 
     def _join(self, late: Frame) -> bool:
         for i in range(len(self._frames) - 1, -1, -1):

@@ -7,24 +7,22 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
-# Deeper nesting than this is a structure that contains itself.
-DEEPEST = 8
-
 
 def tensors(output: object) -> list[tuple[str, Tensor]]:
     """`[("", t)]` for a single tensor; `("[0]", t)`, `("[1][0]", t)`, `("[logits]", t)` for several."""
     if isinstance(output, Tensor):
         return [("", output)]
-    found = list(_inside(output, "", DEEPEST))
+    found = list(_inside(output, "", ()))
     return [("", found[0][1])] if len(found) == 1 else found
 
 
-def _inside(value: object, index: str, depth: int) -> Iterator[tuple[str, Tensor]]:
+def _inside(value: object, index: str, around: tuple[int, ...]) -> Iterator[tuple[str, Tensor]]:
+    """`around` are the containers on the way here: one that contains itself is entered once."""
     if isinstance(value, Tensor):
         yield index, value
-    elif depth:
+    elif id(value) not in around:
         for key, item in _items(value):
-            yield from _inside(item, f"{index}[{key}]", depth - 1)
+            yield from _inside(item, f"{index}[{key}]", (*around, id(value)))
 
 
 def _items(value: object) -> Iterator[tuple[object, object]]:

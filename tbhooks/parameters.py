@@ -63,7 +63,7 @@ class ParameterReader:
                 before = self._before.pop(key, None)
                 if before is not None:
                     site = self._recorder.number(Site(self._paths[key], "update"))
-                    self._recorder.record(site, _difference(self._tensors[key].detach(), before))
+                    self._recorder.record_difference(site, self._tensors[key].detach(), before)
 
     def rest(self) -> None:
         """Parameters no optimizer stepped: frozen, left out, or updated by hand."""
@@ -113,10 +113,3 @@ class ParameterReader:
         self._report.sees(str(site))
         # A fused optimizer is handed scaled gradients and divides them itself; by a tensor, so without a sync.
         self._recorder.record(number, gradient if scale is None else gradient / scale)
-
-
-def _difference(after: Tensor, before: Tensor) -> Tensor:
-    """In half precision the difference itself would be rounded, so it is taken in float32."""
-    if after.dtype.itemsize < 4:
-        return after.float() - before.float()
-    return torch.sub(after, before, out=before)

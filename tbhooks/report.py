@@ -39,7 +39,9 @@ class Stats:
     seconds_pump: float
     """Time spent in the background thread."""
     clock: str
-    """What ends a step: "optimizer", "forward" or "manual"."""
+    """What ends a step: "optimizer", "forward" or "manual"; "auto" until that is known."""
+    kernel: str
+    """What reduces CPU tensors: "C", or "torch" where the package was built without a compiler."""
 
 
 @dataclass

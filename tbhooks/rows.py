@@ -1,4 +1,4 @@
-"""A tensor to one row, on its own device: no sync, no data-dependent shape, nothing kept.
+"""A tensor to one row with torch operations, on its own device: no sync, no data-dependent shape, nothing kept.
 
 The arithmetic is in the row's own type, float64 wherever the device has it, in two passes around
 the mean: a sum of squares in float32 would return variance 0 at mean 300, std 0.01.
@@ -17,10 +17,11 @@ def readable(tensor: Tensor) -> Tensor | None:
     if tensor.is_nested or tensor.is_quantized or tensor.layout is not torch.strided:
         return None
     if tensor.is_complex():
-        return tensor.detach().abs()
+        # In float32 the magnitude of a finite number can be infinite.
+        return tensor.detach().to(torch.complex128).abs()
     if not tensor.is_floating_point():
         return None
-    return tensor.detach()
+    return tensor.detach().resolve_neg()
 
 
 def describe(tensor: Tensor) -> str:
@@ -32,10 +33,10 @@ def describe(tensor: Tensor) -> str:
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """One dimension, without a copy wherever memory is dense in any order (channels_last, transposed)."""
+    """One dimension of dense memory, without a copy wherever it is dense in any order (channels_last, transposed)."""
     if not tensor.is_contiguous():
         tensor = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
-    return tensor.reshape(-1)
+    return tensor.reshape(-1).contiguous()
 
 
 def write_row(numbers: Tensor, out: Tensor) -> None:

@@ -46,7 +46,10 @@ def choose(rules: object) -> tuple[Rule, ...]:
         raise ArgumentError(f'rules is "default", (), or a list of rules, not {rules!r}')
     asked = tuple(rules)
     check_names("rule", (rule for rule in asked if not callable(rule)), ("default", *RULES))
-    return tuple(rule if callable(rule) else RULES[rule] for rule in asked)
+    chosen: list[Rule] = []
+    for rule in asked:
+        chosen += RULES.values() if rule == "default" else [rule if callable(rule) else RULES[rule]]
+    return tuple(dict.fromkeys(chosen))
 
 
 class Judge:
@@ -66,4 +69,7 @@ class Judge:
         new = [finding for finding in found if (finding.rule, finding.site) not in self._known]
         self._known.update((finding.rule, finding.site) for finding in new)
         self.findings += new
-        return replace(frame, findings=tuple(found)) if found else frame
+        if found:
+            frame = replace(frame, findings=tuple(found))
+            self._history.judged(frame)
+        return frame

@@ -104,13 +104,18 @@ def _patterns(argument: str, given: object) -> tuple[Pattern, ...]:
         return ()
     patterns = tuple(given) if isinstance(given, list | tuple | set | frozenset) else (given,)
     for pattern in patterns:
-        is_class = isinstance(pattern, type)
-        if not (isinstance(pattern, str) or (issubclass(pattern, nn.Module) if is_class else callable(pattern))):
+        if not _is_pattern(pattern):
             raise ArgumentError(
                 f"{argument} takes a glob over module paths, a module class, a callable of (path, module), "
                 f"or a list of those, not {pattern!r}"
             )
     return patterns
+
+
+def _is_pattern(given: object) -> bool:
+    if isinstance(given, type):
+        return issubclass(given, nn.Module)
+    return isinstance(given, str) or (callable(given) and not isinstance(given, nn.Module))
 
 
 def _matches(pattern: Pattern, path: str, module: nn.Module) -> bool:

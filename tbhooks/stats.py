@@ -126,8 +126,10 @@ STAT_NAMES = (*STATS, *QUANTILES)
 def quantile(values: Floats, counts: Counts, q: float) -> Floats:
     """The q-quantile of each row's finite values, interpolated within its bucket.
 
-    The exact minimum and maximum bound the outermost buckets, so constants come out exact. Elsewhere
-    the error is at most the bucket's width, and a few percent for smooth distributions.
+    The density inside a bucket is taken to be a straight line with the slope of its neighbours, and the
+    exact minimum and maximum bound the outermost buckets, so constants come out exact. Smooth
+    distributions around zero are right within a few percent; the error is never more than the bucket's
+    width, which is a third to a half of the value.
     """
     if counts.shape[-1] == 0:
         return np.full(len(values), np.nan)
@@ -136,12 +138,27 @@ def quantile(values: Floats, counts: Counts, q: float) -> Floats:
     target = q * np.maximum(total - 1, 0) + 0.5
     bucket = np.minimum((below < target[:, None]).sum(axis=1), BUCKETS - 1)
     rows = np.arange(len(values))
-    inside = counts[rows, bucket]
-    left = np.clip(LOWER[bucket], values[:, MIN], values[:, MAX])
-    right = np.clip(UPPER[bucket], values[:, MIN], values[:, MAX])
-    with np.errstate(invalid="ignore"):
-        position = (target - (below[rows, bucket] - inside)) / np.maximum(inside, 1)
-        return np.where(total > 0, left + (right - left) * position, np.nan)
+    low, high = values[:, MIN, None], values[:, MAX, None]
+    left, right = np.clip(LOWER, low, high), np.clip(UPPER, low, high)
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        width = right - left
+        density = np.where(width > 0, counts / width, 0.0)
+        slope = _slope(density, (left + right) / 2, width, bucket)
+        rank = target - (below[rows, bucket] - counts[rows, bucket])
+        start = density[rows, bucket] - slope * width[rows, bucket] / 2
+        away = 2 * rank / (start + np.sqrt(np.maximum(start**2 + 2 * slope * rank, 0.0)))
+        away = np.clip(np.nan_to_num(away, nan=0.0), 0.0, width[rows, bucket])
+        return np.where(total > 0, left[rows, bucket] + away, np.nan)
+
+
+def _slope(density: Floats, middle: Floats, width: Floats, bucket: NDArray[np.intp]) -> Floats:
+    """How the density changes across each row's bucket, no steeper than would make it negative there."""
+    rows = np.arange(len(density))
+    before, after = np.maximum(bucket - 1, 0), np.minimum(bucket + 1, BUCKETS - 1)
+    rise = density[rows, after] - density[rows, before]
+    run = middle[rows, after] - middle[rows, before]
+    steepest = 2 * density[rows, bucket] / width[rows, bucket]
+    return np.clip(np.nan_to_num(rise / run, nan=0.0, posinf=0.0, neginf=0.0), -steepest, steepest)
 
 
 def stat(name: str, values: Floats, counts: Counts) -> Floats:
@@ -153,7 +170,7 @@ def stat(name: str, values: Floats, counts: Counts) -> Floats:
     raise ArgumentError(f"unknown stat {name!r}: {nearest(name, STAT_NAMES)}")
 
 
-# Below the first number a value rounds to zero in that format, from the second on it rounds to infinity.
+# Below the first number a value rounds to zero in that format; from the second on it is out of range.
 FORMATS: Mapping[str, tuple[float, float]] = {
     "float16": (2.0**-25, 65520.0),
     "bfloat16": (2.0**-134, 2.0**128 * (1 - 2.0**-9)),
@@ -172,19 +189,23 @@ def _format(dtype: object) -> tuple[float, float]:
 def underflow_fraction(values: Floats, counts: Counts, dtype: object) -> Floats:
     """Share of each row's elements that are not zero and would become zero in `dtype`, to the bucket."""
     smallest, _ = _format(dtype)
+    if counts.shape[1] == 0:
+        return np.full(len(values), np.nan)
     inside = (smallest >= UPPER) & (-smallest <= LOWER)
     lost = counts[:, inside].sum(axis=1) - np.where(inside[MIDDLE], values[:, ZEROS], 0.0)
     hidden = counts[:, MIDDLE] > values[:, ZEROS]  # a format finer than the buckets cannot be judged there
-    unknown = (counts.shape[1] == 0) | (~inside[MIDDLE] & hidden)
+    unknown = ~inside[MIDDLE] & hidden
     return np.where(unknown | (values[:, COUNT] == 0), np.nan, lost / np.maximum(values[:, COUNT], 1.0))
 
 
 def overflow_fraction(values: Floats, counts: Counts, dtype: object) -> Floats:
-    """Share of each row's elements that are finite and would become infinite in `dtype`, to the bucket."""
+    """Share of each row's elements that are finite and lie beyond the range of `dtype`, to the bucket."""
     _, largest = _format(dtype)
+    if counts.shape[1] == 0:
+        return np.full(len(values), np.nan)
     outside = (largest <= LOWER) | (-largest >= UPPER)
     lost = counts[:, outside].sum(axis=1)
     over = STATS["abs_max"](values) >= largest
-    unknown = (counts.shape[1] == 0) | (over & ~outside.any())
+    unknown = over & ~outside.any()
     share = np.where(over, lost, 0) / np.maximum(values[:, COUNT], 1.0)
     return np.where(unknown | (values[:, COUNT] == 0), np.nan, share)

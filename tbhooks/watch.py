@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tbhooks import kernel
 from tbhooks import rules as judgement
 from tbhooks.clock import MODES
 from tbhooks.errors import ArgumentError, ClosedError, check_names
@@ -174,7 +175,7 @@ class Watch:
             steps=loop.clock.count, logged=loop.logged, hooks_fired=report.hooks_fired, unseen=dict(report.unseen),
             aliases=dict(loop.probe.aliases), errors=report.errors, dropped=report.dropped,
             messages=tuple(report.messages), seconds_training=report.seconds_training,
-            seconds_pump=report.seconds_pump, clock=loop.clock.mode,
+            seconds_pump=report.seconds_pump, clock=loop.clock.mode, kernel=kernel.name(),
         )  # fmt: skip
 
     def __enter__(self) -> Watch:

@@ -11,7 +11,7 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 import pytest
 import torch
 
-from tbhooks import watch as _watch  # noqa: F401  imported before any test counts what it imports
+from tbhooks import kernel
 from tbhooks.watch import _open
 
 torch.set_num_threads(1)
@@ -23,3 +23,15 @@ def _no_watch_left_open() -> Iterator[None]:
     yield
     for watching in list(_open):
         watching.close()
+
+
+@pytest.fixture(scope="module", params=["C", "torch"])
+def both_kernels(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Runs a module's tests twice: with the C kernel, and with the torch operations that serve without it."""
+    library = kernel.library
+    if request.param == "torch":
+        kernel.library = None
+    elif library is None:
+        pytest.skip("built without the C kernel")
+    yield request.param
+    kernel.library = library

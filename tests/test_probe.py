@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import tbhooks
-from tbhooks import rows
+from tbhooks import buffer
 from tests import twin, zoo
 from tests.loops import forward, mlp, sgd, steps_of, train
 
@@ -53,17 +53,17 @@ def test_an_output_returned_unchanged_is_read_once_and_shown_for_every_module() 
 
 def count_reductions(run: Any) -> int:
     calls: list[int] = []
-    original = rows.write_row
+    original = buffer.reduce
 
-    def counted(numbers: Tensor, out: Tensor) -> None:
+    def counted(*arguments: Any) -> None:
         calls.append(1)
-        original(numbers, out)
+        original(*arguments)
 
-    rows.write_row = counted
+    buffer.reduce = counted
     try:
         run()
     finally:
-        rows.write_row = original
+        buffer.reduce = original
     return len(calls)
 
 
@@ -180,7 +180,7 @@ def test_a_failing_hook_never_reaches_training_and_is_told_once(
 
     model = mlp()
     with caplog.at_level(logging.ERROR, "tbhooks"), tbhooks.watch(model, every=1) as watching:
-        monkeypatch.setattr(rows, "write_row", broken)
+        monkeypatch.setattr(buffer, "reduce", broken)
         train(model, 3)
         monkeypatch.undo()
         train(model, 1)

@@ -17,7 +17,8 @@ def test_the_table_shows_modules_in_execution_order_and_parameters() -> None:
         train(model, 1)
     lines = table(watching.latest).splitlines()
     first_words = [line.split()[0] for line in lines if line]
-    assert first_words == ["step", "module", "0", "1", "2", "(root)", "parameter", "0.weight", "0.bias", "2.weight", "2.bias"]
+    modules, parameters = ["0", "1", "2", "(root)"], ["0.weight", "0.bias", "2.weight", "2.bias"]
+    assert first_words == ["step", "module", *modules, "parameter", *parameters]
     assert f"{watching.latest['0', 'activation'].std:.3g}" in lines[3]
 
 

@@ -185,7 +185,8 @@ def test_an_armed_model_pickles_and_saves(tmp_path: Path) -> None:
     assert torch.equal(loaded(x), model(x))
     script = (
         "import sys; sys.modules['tbhooks'] = None; import torch; "
-        f"model = torch.load({str(tmp_path / 'model.pt')!r}, weights_only=False); model(torch.ones(1, 4)); print('fine')"
+        f"model = torch.load({str(tmp_path / 'model.pt')!r}, weights_only=False); "
+        "model(torch.ones(1, 4)); print('fine')"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout == "fine\n", done.stderr

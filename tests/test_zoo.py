@@ -11,6 +11,8 @@ from torch import nn
 import tbhooks
 from tests import twin, zoo
 
+pytestmark = pytest.mark.usefixtures("both_kernels")
+
 CASES = list(zoo.ZOO)
 
 

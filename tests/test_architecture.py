@@ -1,0 +1,224 @@
+"""The parts of the package know only what they should, and stay small."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import tbhooks
+
+PACKAGE = Path(tbhooks.__file__).parent
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+CAPTURE = {"select", "rows", "buckets", "buffer", "probe", "parameters", "clock", "loop", "outputs"}
+WITHOUT_TORCH = {"stats", "frame", "errors", "history", "rules"}
+HOOKS = {"register_forward_hook", "register_forward_pre_hook", "register_hook"}
+WAITS_FOR_THE_DEVICE = {"item", "cpu", "tolist", "numpy"}
+MAY_PRINT = {"cli", "demo"}
+NEVER_IMPORTED_BY_DEFAULT = ("tensorboardX", "sklearn", "transformers", "matplotlib", "IPython", "wandb", "lightning")
+
+
+def dotted(file: Path) -> str:
+    """`sinks.jsonl` for tbhooks/sinks/jsonl.py; the package itself is empty."""
+    parts = file.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {dotted(file): file for file in FILES}
+DELIVERY = {name for name in MODULES if name == "pump" or name.split(".")[0] == "sinks"}
+
+
+@cache
+def tree(name: str) -> ast.Module:
+    return ast.parse(MODULES[name].read_text(encoding="utf-8"))
+
+
+def at_module_level(node: ast.AST) -> Iterator[ast.AST]:
+    """Every node that runs on import: what is inside functions does not."""
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            yield child
+            yield from at_module_level(child)
+
+
+def imported(nodes: Iterator[ast.AST], name: str) -> Iterator[tuple[str, str]]:
+    """(module, name) of each import; the name is empty for `import module`."""
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name} has a relative import"
+            yield from ((node.module or "", alias.name) for alias in node.names)
+
+
+def own(imports: Iterator[tuple[str, str]]) -> set[str]:
+    """Which modules of the package these imports load."""
+    found = set()
+    for module, what in imports:
+        if module.split(".")[0] == "tbhooks":
+            inside = module.removeprefix("tbhooks").removeprefix(".")
+            below = f"{inside}.{what}".lstrip(".")
+            found.add(below if below in MODULES else inside)
+    return found
+
+
+def packages(imports: Iterator[tuple[str, str]]) -> set[str]:
+    return {module.split(".")[0] for module, _ in imports}
+
+
+def of_module(name: str) -> Iterator[tuple[str, str]]:
+    return imported(at_module_level(tree(name)), name)
+
+
+def anywhere(name: str) -> Iterator[tuple[str, str]]:
+    return imported(ast.walk(tree(name)), name)
+
+
+def functions(name: str) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(tree(name)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+def attributes(name: str) -> set[str]:
+    """Every `.attribute` in the code; comments and docstrings are not code."""
+    return {node.attr for node in ast.walk(tree(name)) if isinstance(node, ast.Attribute)}
+
+
+def called_attributes(name: str) -> set[str]:
+    calls = (node.func for node in ast.walk(tree(name)) if isinstance(node, ast.Call))
+    return {function.attr for function in calls if isinstance(function, ast.Attribute)}
+
+
+def names(name: str) -> set[str]:
+    """Every name the code mentions, as an attribute, a variable, an import or a text such as getattr's."""
+    mentioned = attributes(name) | {what for _, what in anywhere(name)}
+    for node in ast.walk(tree(name)):
+        if isinstance(node, ast.Name):
+            mentioned.add(node.id)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            mentioned.add(node.value)
+    return mentioned
+
+
+every_module = pytest.mark.parametrize("name", MODULES, ids=lambda name: name or "tbhooks")
+
+
+def test_the_layers_named_here_exist() -> None:
+    assert set(MODULES) >= CAPTURE
+    assert set(MODULES) >= WITHOUT_TORCH
+    assert {"pump", "sinks", "sinks.tensorboard"} <= DELIVERY
+
+
+# --- Who knows whom -------------------------------------------------------------------------------
+
+
+def test_there_is_no_import_cycle() -> None:
+    graph = {name: own(of_module(name)) - {name} for name in MODULES}
+    done: set[str] = set()
+
+    def visit(name: str, above: tuple[str, ...]) -> None:
+        assert name not in above, "import cycle: " + " -> ".join([*above[above.index(name) :], name])
+        if name not in done:
+            for needed in sorted(graph[name]):
+                visit(needed, (*above, name))
+            done.add(name)
+
+    for name in graph:
+        visit(name, ())
+    assert done == set(MODULES)
+
+
+@pytest.mark.parametrize("name", sorted(CAPTURE))
+def test_capture_never_imports_delivery(name: str) -> None:
+    assert not own(anywhere(name)) & DELIVERY
+
+
+@pytest.mark.parametrize("name", sorted(DELIVERY))
+def test_delivery_never_imports_capture(name: str) -> None:
+    assert not own(anywhere(name)) & CAPTURE
+
+
+@pytest.mark.parametrize("name", sorted(DELIVERY))
+def test_delivery_does_without_torch(name: str) -> None:
+    assert "torch" not in packages(of_module(name))
+    later = {module for module, _ in anywhere(name) if module.split(".")[0] == "torch"}
+    assert later <= ({"torch.utils.tensorboard"} if name == "sinks.tensorboard" else set())
+
+
+@pytest.mark.parametrize("name", sorted(WITHOUT_TORCH))
+def test_vocabulary_and_judgement_do_without_torch(name: str) -> None:
+    assert "torch" not in packages(anywhere(name))
+    reached, pending = set(), {name}
+    while pending:
+        module = pending.pop()
+        reached.add(module)
+        pending |= own(anywhere(module)) - reached
+    assert not [module for module in reached if "torch" in packages(anywhere(module))]
+
+
+@every_module
+def test_modules_import_each_other_and_never_the_root(name: str) -> None:
+    for module, what in anywhere(name):
+        if module == "tbhooks":
+            assert what in MODULES, f"{name} imports {what or 'tbhooks'!r} from the root"
+
+
+# --- What only some may do ------------------------------------------------------------------------
+
+
+@every_module
+def test_only_the_probe_registers_module_and_tensor_hooks(name: str) -> None:
+    if name != "probe":
+        assert not names(name) & HOOKS
+
+
+@every_module
+def test_nobody_registers_full_backward_hooks(name: str) -> None:
+    assert not [mentioned for mentioned in names(name) if mentioned.startswith("register_full_backward")]
+
+
+def test_the_probe_is_where_hooks_are_registered() -> None:
+    assert called_attributes("probe") >= {"register_forward_hook", "register_hook"}
+
+
+@pytest.mark.parametrize("name", sorted(CAPTURE))
+def test_capture_never_waits_for_the_device(name: str) -> None:
+    assert not called_attributes(name) & WAITS_FOR_THE_DEVICE
+
+
+@every_module
+def test_only_commands_print(name: str) -> None:
+    if name not in MAY_PRINT:
+        calls = (node.func for node in ast.walk(tree(name)) if isinstance(node, ast.Call))
+        assert "print" not in {function.id for function in calls if isinstance(function, ast.Name)}
+
+
+# --- Size -----------------------------------------------------------------------------------------
+
+
+@every_module
+def test_files_have_at_most_400_lines(name: str) -> None:
+    assert len(MODULES[name].read_text(encoding="utf-8").splitlines()) <= 400
+
+
+@every_module
+def test_functions_have_at_most_60_lines(name: str) -> None:
+    lengths = {f.name: f.end_lineno - f.lineno + 1 for f in functions(name) if f.end_lineno is not None}
+    assert not {function: length for function, length in lengths.items() if length > 60}
+
+
+# --- What an import costs -------------------------------------------------------------------------
+
+
+def test_importing_the_package_loads_nothing_optional() -> None:
+    code = f"import sys, tbhooks; print([name for name in {NEVER_IMPORTED_BY_DEFAULT} if name in sys.modules])"
+    run = subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip() == "[]"
