@@ -104,9 +104,10 @@ class Loop:
             self._pack(self._ended)
             self._begin_if_due()
         if self._packed is not None:
+            # Handed over before it is forgotten: a signal in between may write it twice, but never lose it.
+            self._submit(self._packed)
+            self._packed = None
             self._late, self._late_now = self._late_now, set()
-            packed, self._packed = self._packed, None
-            self._submit(packed)
 
     def pause(self, paused: bool) -> None:
         self._paused = paused

@@ -18,6 +18,8 @@ from tbhooks.sinks import Sink
 
 QUEUE_STEPS = 8
 DEADLINE_S = 30.0
+# Whatever a sink or rule raises must not end the thread; not even sys.exit(), which ends only threads anyway.
+OURS = (Exception, SystemExit)
 
 Judge = Callable[[Frame], Frame]
 """What is done to a frame before the sinks see it: findings are attached."""
@@ -39,6 +41,7 @@ class Pump:
         self._queue: deque[Step | Callable[[Sink], None]] = deque()
         self._changed = threading.Condition()
         self._busy = False
+        self._writing = False
         self._closed = False
         self._thread: threading.Thread | None = None
 
@@ -72,7 +75,7 @@ class Pump:
         self.finish()
         if not self.wait(timeout_s):
             with self._changed:
-                left = sum(not callable(step) for step in self._queue) + self._busy
+                left = sum(not callable(step) for step in self._queue) + self._writing
             for _ in range(left):
                 self._report.drop(f"the sinks had not taken it {timeout_s:g} s after close()")
 
@@ -93,31 +96,38 @@ class Pump:
         self._queue.append(item)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="tbhooks-pump", daemon=True)
-            self._thread.start()
+            try:
+                self._thread.start()
+            except RuntimeError:  # the interpreter is shutting down and starts no thread any more
+                self._thread = threading.current_thread()
+        if self._thread is threading.current_thread():
+            self._next()
         self._changed.notify_all()
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: bool(self._queue))
-                item = self._queue.popleft()
-                self._busy = True
-            started = time.perf_counter()
-            if callable(item):
-                self._ask_sinks(item)
-            else:
-                self._write(item)
-            self._report.seconds_pump += time.perf_counter() - started
-            with self._changed:
-                self._busy = False
-                self._changed.notify_all()
-            if item is _close:
-                return
+        while self._next() is not _close:
+            pass
+
+    def _next(self) -> Step | Callable[[Sink], None]:
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._queue))
+            item = self._queue.popleft()
+            self._busy, self._writing = True, not callable(item)
+        started = time.perf_counter()
+        if callable(item):
+            self._ask_sinks(item)
+        else:
+            self._write(item)
+        self._report.seconds_pump += time.perf_counter() - started
+        with self._changed:
+            self._busy = self._writing = False
+            self._changed.notify_all()
+        return item
 
     def _write(self, step: Step) -> None:
         try:
             frames = step.frames()
-        except Exception as problem:  # whatever it is, it must not end the thread
+        except OURS as problem:
             self._report.error("making a frame", problem)
             self._report.drop("its numbers could not be read")
             return
@@ -128,7 +138,7 @@ class Pump:
     def _judged(self, frame: Frame) -> Frame:
         try:
             return self._judge(frame)
-        except Exception as problem:
+        except OURS as problem:
             self._report.error("rules", problem)
             return frame
 
@@ -137,7 +147,7 @@ class Pump:
         for sink in self._sinks:
             try:
                 what(sink)
-            except Exception as problem:
+            except OURS as problem:
                 failed += 1
                 self._report.error(type(sink).__name__, problem)
         if writing and failed and failed == len(self._sinks):

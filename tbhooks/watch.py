@@ -142,10 +142,10 @@ class Watch:
         """Writes what there is, takes every hook off, closes what the watch opened. Can be called again."""
         self._closed = True
         if self in _open:
-            _open.discard(self)
             self._loop.stop()
             self._idle = True
             self._pump.close(timeout_s)
+            _open.discard(self)  # last: whoever interrupts this closes it again
 
     @property
     def latest(self) -> Frame | None:
@@ -231,6 +231,7 @@ class Watch:
         self._idle = True
         self._pump.abandon()
         self._loop.abandon()
+        self._loop.clock.stop()
 
 
 def make_sinks(writer: Any, scalars: Any) -> tuple[Sink, ...]:
@@ -328,6 +329,9 @@ def _abandon_all() -> None:
     for watching in list(_open):
         watching._abandon()
     _open.clear()
+    if signal.getsignal(signal.SIGTERM) is _on_sigterm:
+        with contextlib.suppress(ValueError):  # not the main thread
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _on_sigterm(number: int, _frame: Any) -> None:

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from tbhooks.errors import TbhooksError
 from tbhooks.frame import Frame
@@ -21,6 +24,7 @@ class JsonlSink:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        _drop_cut_line(self.path)
         self._file = self.path.open("a", encoding="utf-8")
 
     def write(self, frame: Frame) -> None:
@@ -37,26 +41,46 @@ class JsonlSink:
 
 def read(path: str | Path) -> Iterator[Frame]:
     """The frames of a file, oldest first. A last line cut short by a crash is left out."""
-    with Path(path).open(encoding="utf-8") as file:
+    with Path(path).open("rb") as file:
         for number, line in enumerate(file, start=1):
-            if not line.endswith("\n"):
+            if not line.endswith(b"\n"):
                 return
             try:
                 yield Frame.from_dict(_numbers(json.loads(line)))
-            except (ValueError, KeyError, TypeError) as problem:
+            except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as problem:
                 raise TbhooksError(f"{path}, line {number}, is not a tbhooks frame: {problem!r}") from problem
 
 
+def _drop_cut_line(path: Path) -> None:
+    """What a crash left of its last line can never be read; the next frame must not be glued to it."""
+    if not path.is_file():
+        return
+    with path.open("rb+") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end > 0:
+            start = max(0, end - _CHUNK)
+            file.seek(start)
+            newline = file.read(end - start).rfind(b"\n")
+            if newline >= 0:
+                file.truncate(start + newline + 1)
+                return
+            end = start
+        file.truncate(0)
+
+
+_CHUNK = 1 << 16
 _WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, np.generic):
+        value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
     return value
 
 
@@ -64,4 +88,7 @@ def _numbers(data: Any) -> Any:
     """Only where numbers stand: a module may well be called "inf"."""
     data["values"] = [[_WORDS.get(x, x) for x in row] for row in data["values"]]
     data["scalars"] = {tag: _WORDS.get(x, x) for tag, x in data["scalars"].items()}
+    for finding in data["findings"]:
+        evidence = finding["evidence"].items()
+        finding["evidence"] = {key: _WORDS.get(x, x) if isinstance(x, str) else x for key, x in evidence}
     return data

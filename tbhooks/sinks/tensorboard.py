@@ -115,9 +115,11 @@ class TensorBoardSink:
     def _send(self, event: event_pb2.Event) -> None:
         if self._is_closed():
             raise OSError("the SummaryWriter was closed before the watch")
-        if self._event_class is not event_pb2.Event:
-            event = self._event_class.FromString(event.SerializeToString())
-        self._events.add_event(event)
+        if self._event_class is event_pb2.Event:
+            self._events.add_event(event)
+        else:
+            # Past tensorboardX's own queue, which its flush() does not wait for: this thread may wait.
+            self._events._ev_writer.write_event(self._event_class.FromString(event.SerializeToString()))
 
     def _is_closed(self) -> bool:
         inner = getattr(self._events, "_async_writer", self._events)
@@ -161,20 +163,27 @@ def _drain_first(writer: Any, drain: Callable[[], None]) -> Callable[[], None]:
     drains = _drains.setdefault(writer, [])
     if not drains:
         for name in _DRAINED:
-            wrapt.wrap_function_wrapper(writer, name, _draining)
+            wrapt.wrap_function_wrapper(writer, name, lambda f, _, args, kwargs: _draining(writer, f, args, kwargs))
     drains.append(drain)
 
     def undo() -> None:
         drains.remove(drain)
         if not drains:
             for name in _DRAINED:
-                writer.__dict__.pop(name, None)
+                _unwrap(writer, name)
 
     return undo
 
 
-def _draining(wrapped: Callable[..., Any], _instance: Any, args: Any, kwargs: Any) -> Any:
-    for drain in list(_drains.get(wrapped.__self__, ())):  # type: ignore[attr-defined]
+def _unwrap(writer: Any, name: str) -> None:
+    """Puts back what was there: the class's own method, or one that was set on this writer."""
+    wrapped = writer.__dict__.pop(name).__wrapped__
+    if getattr(wrapped, "__func__", None) is not getattr(type(writer), name):
+        setattr(writer, name, wrapped)
+
+
+def _draining(writer: Any, wrapped: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    for drain in list(_drains.get(writer, ())):
         drain()
     return wrapped(*args, **kwargs)
 
@@ -190,9 +199,11 @@ def histogram(row: Floats, counts: Counts) -> summary_pb2.HistogramProto:
     low, high = row[stats.MIN], row[stats.MAX]
     limits, heights = _coarse(row, counts)
     n = float(stats.finite(row))
+    with np.errstate(over="ignore"):
+        squares = row[M2] + n * np.square(row[stats.MEAN])
     return summary_pb2.HistogramProto(
         min=low, max=high, num=n, sum=n * row[stats.MEAN],
-        sum_squares=row[M2] + n * row[stats.MEAN] ** 2,
+        sum_squares=squares,
         bucket_limit=np.clip(limits, low, high), bucket=heights,
     )  # fmt: skip
 

@@ -1,0 +1,459 @@
+"""The background thread: order, the bounded queue, failing and slow sinks, and how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tbhooks import pump as pump_module
+from tbhooks.frame import Frame
+from tbhooks.pump import QUEUE_STEPS, Pump
+from tbhooks.report import Report
+from tbhooks.sinks import Sink
+from tbhooks.sinks.memory import MemorySink
+from tests.frames import Step, make_frame
+
+Log = pytest.LogCaptureFixture
+
+
+class GatedSink(MemorySink):
+    """Takes a frame only while its gate is open: a slow sink whose slowness the test decides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = threading.Event()
+        self.entered = threading.Event()
+        self.calls: list[str] = []
+
+    def write(self, frame: Frame) -> None:
+        self.entered.set()
+        assert self.gate.wait(30)
+        super().write(frame)
+
+    def flush(self) -> None:
+        self.calls.append("flush")
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+class FailingSink:
+    """Fails at everything it is asked."""
+
+    def __init__(self, problem: BaseException | None = None) -> None:
+        self.problem = problem or OSError("no space left")
+        self.asked: list[str] = []
+
+    def write(self, frame: Frame) -> None:
+        self._fail("write")
+
+    def flush(self) -> None:
+        self._fail("flush")
+
+    def close(self) -> None:
+        self._fail("close")
+
+    def _fail(self, what: str) -> None:
+        self.asked.append(what)
+        raise self.problem
+
+
+def unchanged(frame: Frame) -> Frame:
+    return frame
+
+
+def steps(sink: MemorySink) -> list[int]:
+    return [frame.step for frame in sink.frames]
+
+
+@pytest.fixture
+def report() -> Report:
+    return Report()
+
+
+@pytest.fixture
+def make(report: Report) -> Iterator[Callable[..., Pump]]:
+    """Pumps that share the test's report and are closed after it, gates open."""
+    made: list[tuple[Pump, tuple[Sink, ...]]] = []
+
+    def build(*sinks: Sink, judge: Callable[[Frame], Frame] = unchanged) -> Pump:
+        pump = Pump(sinks, judge, report)
+        made.append((pump, sinks))
+        return pump
+
+    yield build
+    for pump, sinks in made:
+        for sink in sinks:
+            if isinstance(sink, GatedSink):
+                sink.gate.set()
+        pump.close(5)
+
+
+@contextlib.contextmanager
+def at_most(seconds: float) -> Iterator[None]:
+    started = time.perf_counter()
+    yield
+    assert time.perf_counter() - started < seconds
+
+
+def fill(pump: Pump, sink: GatedSink, more: int = 0) -> None:
+    """One step inside the sink, a full queue behind it, and `more` that find no place."""
+    pump.submit(Step(make_frame(0)))
+    assert sink.entered.wait(10)
+    for step in range(1, 1 + QUEUE_STEPS + more):
+        pump.submit(Step(make_frame(step)))
+
+
+# --- Order and the queue ----------------------------------------------------------------------------
+
+
+def test_frames_arrive_in_the_order_they_were_submitted(make: Callable[..., Pump]) -> None:
+    first, second = MemorySink(), MemorySink()
+    pump = make(first, second)
+    for step in range(50):
+        pump.submit(Step(make_frame(step)))
+        if step % QUEUE_STEPS == QUEUE_STEPS - 1:
+            assert pump.wait(10)
+    pump.close()
+    assert steps(first) == steps(second) == list(range(50))
+
+
+def test_a_step_of_several_frames_gives_them_in_order(make: Callable[..., Pump]) -> None:
+    sink = MemorySink()
+    pump = make(sink)
+    pump.submit(Step(make_frame(3), make_frame(5)))
+    pump.submit(Step())
+    pump.close()
+    assert steps(sink) == [3, 5]
+
+
+def test_a_full_queue_drops_and_counts_and_never_blocks(make: Callable[..., Pump], report: Report, caplog: Log) -> None:
+    sink = GatedSink()
+    pump = make(sink)
+    with caplog.at_level(logging.WARNING, "tbhooks"), at_most(1.0):
+        fill(pump, sink, more=20)
+    assert report.dropped == 20
+    assert [record.levelname for record in caplog.records if "dropped" in record.message] == ["WARNING"]
+    sink.gate.set()
+    pump.close()
+    assert steps(sink) == list(range(1 + QUEUE_STEPS))
+    assert report.dropped == 20
+    assert report.errors == 0
+
+
+def test_a_queue_with_room_again_takes_steps_again(make: Callable[..., Pump], report: Report) -> None:
+    sink = GatedSink()
+    pump = make(sink)
+    fill(pump, sink, more=1)
+    sink.gate.set()
+    assert pump.wait(10)
+    pump.submit(Step(make_frame(100)))
+    pump.close()
+    assert steps(sink)[-1] == 100
+    assert report.dropped == 1
+
+
+def test_a_slow_sink_gets_everything_the_queue_took(make: Callable[..., Pump], report: Report) -> None:
+    class SlowSink(MemorySink):
+        def write(self, frame: Frame) -> None:
+            time.sleep(0.1)
+            super().write(frame)
+
+    slow, quick = SlowSink(), MemorySink()
+    pump = make(slow, quick)
+    with at_most(0.1 * QUEUE_STEPS / 2):
+        for step in range(QUEUE_STEPS):
+            pump.submit(Step(make_frame(step)))
+    pump.close()
+    assert steps(slow) == steps(quick) == list(range(QUEUE_STEPS))
+    assert report.dropped == 0
+    assert report.seconds_pump >= 0.1 * QUEUE_STEPS
+
+
+# --- Failure ----------------------------------------------------------------------------------------
+
+
+def test_a_failing_sink_stops_no_other_and_is_told_once(make: Callable[..., Pump], report: Report, caplog: Log) -> None:
+    before, failing, after = MemorySink(), FailingSink(), MemorySink()
+    pump = make(before, failing, after)
+    with caplog.at_level(logging.DEBUG, "tbhooks"):
+        for step in range(5):
+            pump.submit(Step(make_frame(step)))
+        pump.flush()
+        pump.close()
+    assert steps(before) == steps(after) == list(range(5))
+    assert failing.asked == ["write"] * 5 + ["flush", "close"]
+    assert report.errors == 7
+    assert report.dropped == 0
+    (record,) = caplog.records
+    assert (record.name, record.levelname) == ("tbhooks", "ERROR")
+    assert record.message == "FailingSink: OSError: no space left"
+    assert report.messages == [record.message]
+
+
+def test_a_step_no_sink_could_write_is_counted_as_dropped(
+    make: Callable[..., Pump], report: Report, caplog: Log
+) -> None:
+    pump = make(FailingSink(), FailingSink())
+    with caplog.at_level(logging.DEBUG, "tbhooks"):
+        for step in range(3):
+            pump.submit(Step(make_frame(step)))
+        assert pump.wait(10)
+    assert report.dropped == 3
+    assert report.errors == 6
+    assert [record.levelname for record in caplog.records] == ["ERROR", "WARNING"]
+
+
+def test_each_kind_of_failure_is_told(make: Callable[..., Pump], report: Report) -> None:
+    sink = FailingSink()
+    pump = make(sink, MemorySink())
+    for problem in (OSError("disk"), ValueError("value"), OSError("disk, again")):
+        sink.problem = problem
+        pump.submit(Step(make_frame()))
+        assert pump.wait(10)
+    assert report.messages == ["FailingSink: OSError: disk", "FailingSink: ValueError: value"]
+    assert report.errors == 3
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_sink_that_exits_does_not_end_the_thread(report: Report) -> None:
+    good = MemorySink()
+    pump = Pump((FailingSink(SystemExit(1)), good), unchanged, report)
+    pump.submit(Step(make_frame(0)))
+    try:
+        assert pump.flush(1)
+        assert steps(good) == [0]
+    finally:
+        pump.close(0.1)
+
+
+def test_a_judge_that_fails_does_not_lose_the_frame(make: Callable[..., Pump], report: Report) -> None:
+    def judge(frame: Frame) -> Frame:
+        raise ZeroDivisionError("a rule divides")
+
+    sink = MemorySink()
+    pump = make(sink, judge=judge)
+    frames = [make_frame(0), make_frame(1)]
+    for frame in frames:
+        pump.submit(Step(frame))
+    pump.close()
+    assert sink.frames == frames
+    assert (report.errors, report.dropped) == (2, 0)
+    assert report.messages == ["rules: ZeroDivisionError: a rule divides"]
+
+
+def test_sinks_get_what_the_judge_made_of_the_frame(make: Callable[..., Pump]) -> None:
+    judged = make_frame(7)
+    sink = MemorySink()
+    pump = make(sink, judge=lambda frame: judged)
+    pump.submit(Step(make_frame(0)))
+    pump.close()
+    assert sink.frames == [judged]
+
+
+def test_a_step_that_cannot_be_read_is_dropped_counted_and_survived(make: Callable[..., Pump], report: Report) -> None:
+    sink = MemorySink()
+    pump = make(sink)
+    pump.submit(Step(make_frame(0)))
+    pump.submit(Step(problem=RuntimeError("device gone")))
+    pump.submit(Step(make_frame(2)))
+    pump.close()
+    assert steps(sink) == [0, 2]
+    assert (report.errors, report.dropped) == (1, 1)
+    assert "making a frame: RuntimeError: device gone" in report.messages
+
+
+# --- Flush and close --------------------------------------------------------------------------------
+
+
+def test_flush_waits_for_what_was_submitted_and_flushes_the_sinks(make: Callable[..., Pump]) -> None:
+    sink = GatedSink()
+    pump = make(sink)
+    fill(pump, sink)
+    threading.Timer(0.2, sink.gate.set).start()
+    assert pump.flush(10)
+    assert steps(sink) == list(range(1 + QUEUE_STEPS))
+    assert sink.calls == ["flush"]
+
+
+def test_flush_gives_up_in_time_and_says_so(make: Callable[..., Pump]) -> None:
+    sink = GatedSink()
+    pump = make(sink)
+    fill(pump, sink)
+    with at_most(2.0):
+        assert not pump.flush(0.2)
+    assert not sink.calls
+
+
+def test_flush_of_a_pump_that_never_had_anything_is_done_at_once(make: Callable[..., Pump]) -> None:
+    sink = GatedSink()
+    pump = make(sink)
+    assert pump.flush(10)
+    assert not sink.calls
+
+
+def test_close_writes_what_is_left_and_closes_the_sinks_last(make: Callable[..., Pump], report: Report) -> None:
+    sink = GatedSink()
+    pump = make(sink)
+    fill(pump, sink)
+    threading.Timer(0.2, sink.gate.set).start()
+    pump.close(10)
+    assert steps(sink) == list(range(1 + QUEUE_STEPS))
+    assert sink.calls == ["close"]
+    assert (report.errors, report.dropped) == (0, 0)
+
+
+def test_close_closes_sinks_that_never_got_anything(make: Callable[..., Pump]) -> None:
+    sink = GatedSink()
+    make(sink).close(10)
+    assert sink.calls == ["close"]
+
+
+def test_close_keeps_its_deadline_and_counts_the_loss(make: Callable[..., Pump], report: Report, caplog: Log) -> None:
+    sink = GatedSink()
+    pump = make(sink)
+    fill(pump, sink)
+    with caplog.at_level(logging.WARNING, "tbhooks"), at_most(2.0):
+        pump.close(timeout_s=0.2)
+    assert report.dropped == 1 + QUEUE_STEPS
+    (record,) = caplog.records
+    assert "0.2 s after close()" in record.message
+
+
+def test_a_sink_slow_to_close_loses_no_step(make: Callable[..., Pump], report: Report) -> None:
+    class SlowToClose(MemorySink):
+        def close(self) -> None:
+            time.sleep(0.5)
+
+    sink = SlowToClose()
+    pump = make(sink)
+    pump.submit(Step(make_frame(0)))
+    assert pump.wait(10)
+    pump.close(timeout_s=0.1)
+    assert steps(sink) == [0]
+    assert report.dropped == 0
+
+
+def test_close_can_be_called_again(make: Callable[..., Pump]) -> None:
+    sink = GatedSink()
+    sink.gate.set()
+    pump = make(sink)
+    pump.submit(Step(make_frame(0)))
+    pump.close()
+    with at_most(0.5):
+        pump.close()
+    assert sink.calls == ["close"]
+    assert steps(sink) == [0]
+
+
+def test_after_close_nothing_is_taken_counted_or_waited_for(make: Callable[..., Pump], report: Report) -> None:
+    sink = GatedSink()
+    sink.gate.set()
+    pump = make(sink)
+    pump.submit(Step(make_frame(0)))
+    pump.close()
+    pump.submit(Step(make_frame(1)))
+    with at_most(0.5):
+        assert pump.flush(10)
+        assert pump.wait(10)
+    assert steps(sink) == [0]
+    assert sink.calls == ["close"]
+    assert (report.errors, report.dropped) == (0, 0)
+
+
+def test_an_abandoned_pump_does_nothing(make: Callable[..., Pump], report: Report) -> None:
+    sink = GatedSink()
+    pump = make(sink)
+    pump.abandon()
+    pump.submit(Step(make_frame(0)))
+    assert pump.flush(10)
+    pump.close(10)
+    assert not sink.frames
+    assert not sink.calls
+    assert report.dropped == 0
+
+
+# --- The thread -------------------------------------------------------------------------------------
+
+
+def pump_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "tbhooks-pump"]
+
+
+def wait_until_gone(threads: list[threading.Thread]) -> None:
+    for thread in threads:
+        thread.join(5)
+        assert not thread.is_alive()
+
+
+def test_the_thread_starts_when_needed_is_a_daemon_and_ends_with_close(make: Callable[..., Pump]) -> None:
+    wait_until_gone(pump_threads())
+    pump = make(MemorySink())
+    pump.flush()
+    assert not pump_threads()
+    pump.submit(Step(make_frame(0)))
+    (thread,) = pump_threads()
+    assert thread.daemon
+    pump.submit(Step(make_frame(1)))
+    assert pump_threads() == [thread]
+    pump.close()
+    wait_until_gone([thread])
+
+
+def test_sinks_are_asked_from_one_thread_only(make: Callable[..., Pump]) -> None:
+    asked: list[int] = []
+
+    class Curious(MemorySink):
+        def write(self, frame: Frame) -> None:
+            asked.append(threading.get_ident())
+
+        flush = close = lambda self: asked.append(threading.get_ident())
+
+    pump = make(Curious())
+    pump.submit(Step(make_frame(0)))
+    pump.flush()
+    pump.close()
+    assert len(asked) == 3
+    assert len(set(asked)) == 1
+    assert asked[0] != threading.get_ident()
+
+
+def test_a_sink_may_flush_the_pump_it_is_called_from(make: Callable[..., Pump]) -> None:
+    class Recursive(MemorySink):
+        def write(self, frame: Frame) -> None:
+            assert pump.wait(10)
+            super().write(frame)
+
+    sink = Recursive()
+    pump = make(sink)
+    pump.submit(Step(make_frame(0)))
+    with at_most(5.0):
+        pump.close()
+    assert steps(sink) == [0]
+
+
+def test_many_threads_may_submit_at_once(
+    make: Callable[..., Pump], report: Report, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pump_module, "QUEUE_STEPS", 10_000)
+    sink = MemorySink()
+    pump = make(sink)
+    frame = make_frame()
+
+    def submit() -> None:
+        for _ in range(200):
+            pump.submit(Step(frame))
+
+    threads = [threading.Thread(target=submit) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    pump.close()
+    assert len(sink) == 1600
+    assert report.dropped == 0
