@@ -132,8 +132,6 @@ def _copy_out(buffer: Buffer) -> Copy:
 
 def reduce(numbers: Tensor, row: Tensor, counts: Tensor | None) -> None:
     """A real, flat tensor into its record, by the C kernel where it can."""
-    if numbers.device.type == "cpu" and not kernel.can_read(numbers):
-        numbers = numbers.float() if numbers.dtype.itemsize < 4 else numbers
     if kernel.can_read(numbers):
         kernel.reduce(numbers, row, counts)
         return
@@ -144,7 +142,7 @@ def reduce(numbers: Tensor, row: Tensor, counts: Tensor | None) -> None:
 
 def _parts(numbers: Tensor) -> Iterable[Tensor]:
     longest = MOST_COUNT if kernel.can_read(numbers) else PART
-    return torch.split(numbers, longest) if numbers.numel() > longest else (numbers,)
+    return torch.split(rows.flat(numbers), longest) if numbers.numel() > longest else (numbers,)
 
 
 def _difference(after: Tensor, before: Tensor) -> Tensor:
@@ -204,7 +202,7 @@ class Recorder:
 
     def record_difference(self, site: int, after: Tensor, before: Tensor) -> None:
         """Reduces `after - before` for a site; `before` may be overwritten."""
-        if kernel.can_read(after) and after.stride() == before.stride() and after.numel() <= MOST_COUNT:
+        if kernel.can_read(after) and kernel.can_read(before) and after.numel() <= MOST_COUNT:
             span = self._record_difference(after, before)
         else:
             span = self._record_dense(_difference(after, before))
@@ -258,11 +256,10 @@ class Recorder:
         return number, self._buffers[number]
 
     def _record_dense(self, tensor: Tensor) -> Span | None:
-        numbers = rows.readable(tensor)
+        numbers = tensor if kernel.can_read(tensor) else rows.readable(tensor)
         if numbers is None:
             return None
         number, buffer = self._buffer(numbers.device)
-        numbers = rows.flat(numbers)
         start = buffer.used
         for part in _parts(numbers):
             record = buffer.take()
@@ -277,7 +274,7 @@ class Recorder:
         if record is None:
             return None
         counts = buffer.counts(record) if self.with_buckets else None
-        kernel.reduce_difference(rows.flat(after), rows.flat(before), buffer.row(record), counts)
+        kernel.reduce_difference(after, before, buffer.row(record), counts)
         return number, record, record + 1
 
     def _record_sparse(self, tensor: Tensor) -> Span | None:

@@ -11,11 +11,14 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 LIBRARY = Path(__file__).with_name("_kernel.so")
 # Raised with the meaning of a row or a bucket: a library left over from another version is not used.
 ABI = 1
 _CODES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
+# Subclasses may wrap other tensors and have no memory of their own to read.
+_PLAIN = (Tensor, Parameter)
 
 
 def _load(path: Path) -> ctypes.CDLL | None:
@@ -40,8 +43,17 @@ def name() -> str:
 
 
 def can_read(tensor: Tensor) -> bool:
-    """Whether the kernel serves this tensor; it must be contiguous when it comes to it."""
-    return library is not None and tensor.device.type == "cpu" and tensor.dtype in _CODES
+    """Whether the kernel can read this tensor's memory as it lies there."""
+    return (
+        library is not None
+        and type(tensor) in _PLAIN
+        and tensor.dtype in _CODES
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+        and not tensor.is_neg()
+        and tensor.is_contiguous()
+    )
 
 
 def reduce(numbers: Tensor, row: Tensor, counts: Tensor | None) -> None:

@@ -13,15 +13,15 @@ from tbhooks.stats import COUNT, MAX, MIN, WIDTH, ZEROS
 
 
 def readable(tensor: Tensor) -> Tensor | None:
-    """The tensor as plain real numbers, or None where it holds none: integers, bools, quantised, nested."""
+    """The tensor's real numbers in one dimension; None where it holds none: integers, bools, quantised, nested."""
     if tensor.is_nested or tensor.is_quantized or tensor.layout is not torch.strided:
         return None
     if tensor.is_complex():
         # In float32 the magnitude of a finite number can be infinite.
-        return tensor.detach().to(torch.complex128).abs()
+        return flat(tensor.detach().to(torch.complex128).abs())
     if not tensor.is_floating_point():
         return None
-    return tensor.detach().resolve_neg()
+    return flat(tensor.detach().resolve_neg())
 
 
 def describe(tensor: Tensor) -> str:

@@ -97,7 +97,7 @@ def test_scalars_logged_after_the_optimizer_ride_in_the_same_copy_too() -> None:
     copies, syncs, watching = copies_by_step(zoo.ZOO["mlp"], every=2, steps=5, log=log)
     assert copies == [1, 0, 1, 0, 1]
     assert syncs == 0
-    zoo.train(zoo.ZOO["mlp"], 5, each_step=lambda _, loss: losses.append(float(loss)))
+    zoo.train(zoo.ZOO["mlp"], 5, each_step=lambda _, loss: losses.append(float(loss.detach())))
     steps, logged = watching.history.scalar("train/loss")
     assert steps == [0, 2, 4]
     assert logged.tolist() == pytest.approx([losses[0], losses[2], losses[4]], rel=1e-6)

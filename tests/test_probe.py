@@ -231,6 +231,29 @@ def test_integers_bools_and_odd_objects_are_skipped_and_said() -> None:
     assert ("1[0]", "activation") in watching.latest
 
 
+def test_tensors_without_memory_of_their_own_do_no_harm() -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    class Wraps(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return TwoTensor(x.detach(), x.detach())
+
+    model = nn.Sequential(nn.Linear(4, 4), Wraps())
+    with tbhooks.watch(model, every=1, step="manual") as watching:
+        model(torch.randn(2, 4))
+        watching.step()
+    assert ("0", "activation") in watching.latest
+
+
+def test_conjugate_and_negative_views_are_read_as_they_mean() -> None:
+    model = nn.Identity()
+    x = torch.complex(torch.ones(3), torch.full((3,), 2.0))
+    with tbhooks.watch(model, every=1, step="manual") as watching:
+        model(x.conj().imag)
+        watching.step()
+    assert watching.latest["(root)", "activation"].mean == -2.0
+
+
 def test_modules_added_replaced_and_frozen_mid_run_are_found() -> None:
     model = mlp()
     with tbhooks.watch(model, every=1) as watching:

@@ -34,7 +34,7 @@ from tbhooks.sinks.tensorboard import (
     TensorBoardSink,
     decode_counts,
     decode_values,
-    histogram,
+    histograms,
     use_fast_crc,
 )
 from tests import frames
@@ -89,14 +89,14 @@ def test_core_tags_of_a_training_are_exactly_these(tmp_path: Path, roomy: None) 
     of_parameters = ("weight.norm", "weight_gradient.norm", "update.ratio")
     scalars |= {f"{tag}/{path}" for tag in of_parameters for path in parameters}
     scalars |= {"train/loss", "train.lr/0"}
-    histograms = {f"{kind}/{path}" for kind in ("activation", "gradient") for path in modules}
-    histograms |= {f"{kind}/{path}" for kind in ("weight", "weight_gradient") for path in parameters}
+    distributions = {f"{kind}/{path}" for kind in ("activation", "gradient") for path in modules}
+    distributions |= {f"{kind}/{path}" for kind in ("weight", "weight_gradient") for path in parameters}
     tensors = {f"tbhooks/{kind}{what}" for kind in KINDS for what in ("", ".buckets")}
     read = frames.accumulator(tmp_path)
     assert set(read.Tags()["scalars"]) == scalars
-    assert set(read.Tags()["histograms"]) == histograms
+    assert set(read.Tags()["histograms"]) == distributions
     assert set(read.Tags()["tensors"]) == tensors
-    assert all(tag.count("/") == 1 for tag in scalars | histograms | tensors)
+    assert all(tag.count("/") == 1 for tag in scalars | distributions | tensors)
 
 
 def test_scalars_read_back_are_the_frames(tmp_path: Path, roomy: None) -> None:
@@ -381,7 +381,7 @@ def check_histogram(data: np.ndarray) -> None:
         return
     with np.errstate(over="ignore"):
         frame = make_frame(0, {X: data})
-        histo = histogram(frame.values[0], frame.buckets[0])
+        histo = histograms(frame.values, frame.buckets)[0]
     limits, heights = np.array(histo.bucket_limit), np.array(histo.bucket)
     assert (histo.min, histo.max) == (finite.min(), finite.max())
     assert len(limits) == len(heights) > 0
@@ -398,7 +398,7 @@ def check_histogram(data: np.ndarray) -> None:
 def test_histogram_moments_are_those_of_the_data() -> None:
     data = np.random.default_rng(1).normal(3.0, 2.0, size=1000)
     frame = make_frame(0, {X: data})
-    histo = histogram(frame.values[0], frame.buckets[0])
+    histo = histograms(frame.values, frame.buckets)[0]
     assert histo.sum == pytest.approx(data.sum(), rel=1e-12)
     assert histo.sum_squares == pytest.approx(np.square(data).sum(), rel=1e-12)
 

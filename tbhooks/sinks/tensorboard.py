@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import weakref
 import zlib
 from collections.abc import Callable, Iterable
@@ -127,12 +128,15 @@ class TensorBoardSink:
 
     def _add_scalars(self, frame: Frame, add: Callable[..., Any]) -> None:
         wanted = {name for names in self._scalars.values() for name in names}
-        columns = {name: frame.stat(name) for name in (*wanted, *ALARMS)}
+        columns = {name: frame.stat(name).tolist() for name in (*wanted, *ALARMS)}
+        alarming = [i for i in range(len(frame.sites)) if any(columns[name][i] for name in ALARMS)]
         for i, site in enumerate(frame.sites):
             for name in self._scalars[site.kind]:
                 value = columns[name][i]
-                if np.isfinite(value):
+                if math.isfinite(value):
                     add(tag=f"{site.kind}.{name}/{site.name}", simple_value=value)
+        for i in alarming:
+            site = frame.sites[i]
             for name in ALARMS:
                 if columns[name][i] and name not in self._scalars[site.kind]:
                     add(tag=f"{site.kind}.{name}/{site.name}", simple_value=columns[name][i])
@@ -189,35 +193,51 @@ def _draining(writer: Any, wrapped: Callable[..., Any], args: Any, kwargs: Any) 
 
 
 def _add_histograms(frame: Frame, add: Callable[..., Any]) -> None:
-    for i, site in enumerate(frame.sites):
-        if site.kind in HISTOGRAM_KINDS and stats.finite(frame.values[i]) > 0:
-            add(tag=str(site), histo=histogram(frame.values[i], frame.buckets[i]))
+    drawn = [i for i, site in enumerate(frame.sites) if site.kind in HISTOGRAM_KINDS]
+    for i, proto in zip(drawn, histograms(frame.values[drawn], frame.buckets[drawn]), strict=True):
+        if proto is not None:
+            add(tag=str(frame.sites[i]), histo=proto)
 
 
-def histogram(row: Floats, counts: Counts) -> summary_pb2.HistogramProto:
-    """A stock histogram whose edges lie within the exact finite range, which both loaders draw right."""
-    low, high = row[stats.MIN], row[stats.MAX]
-    limits, heights = _coarse(row, counts)
-    n = float(stats.finite(row))
-    with np.errstate(over="ignore"):
-        squares = row[M2] + n * np.square(row[stats.MEAN])
+def histograms(values: Floats, counts: Counts) -> list[summary_pb2.HistogramProto | None]:
+    """Stock histograms whose edges lie within the exact finite range, which both loaders draw right.
+
+    Buckets too close to zero to be told apart become one, and empty ends are left out. A row with
+    nothing finite has none: one infinite edge would blank its card for all steps.
+    """
+    if not len(values):
+        return []
+    finest = FINEST_SHARE * np.maximum(np.abs(values[:, stats.MIN]), np.abs(values[:, stats.MAX]))
+    inner = np.searchsorted(stats.UPPER[stats.MIDDLE + 1 :], finest, side="right")
+    used = counts > 0
+    first, last = used.argmax(axis=1), stats.BUCKETS - 1 - used[:, ::-1].argmax(axis=1)
+    n = stats.finite(values)
+    with np.errstate(over="ignore", invalid="ignore"):
+        sums = n * values[:, stats.MEAN]
+        squares = values[:, M2] + n * np.square(values[:, stats.MEAN])
+    columns = (values[:, stats.MIN], values[:, stats.MAX], n, sums, squares)
+    rows = zip(*(column.tolist() for column in (*columns, inner, first, last)), counts.tolist(), strict=True)
+    return [_histogram(*row) if row[2] > 0 else None for row in rows]
+
+
+def _histogram(
+    low: float, high: float, n: float, total: float, squares: float,
+    inner: int, first: int, last: int, counts: list[int],
+) -> summary_pb2.HistogramProto:  # fmt: skip
+    left, right, end = stats.MIDDLE - inner, stats.MIDDLE + inner + 1, last + 1
+    heights, limits = counts[first : min(left, end)], _UPPER[first : min(left, end)]
+    if first < right and last >= left:
+        heights.append(sum(counts[max(first, left) : right]))
+        limits.append(_UPPER[right - 1])
+    heights += counts[max(first, right) : end]
+    limits += _UPPER[max(first, right) : end]
+    limits[-1] = high
     return summary_pb2.HistogramProto(
-        min=low, max=high, num=n, sum=n * row[stats.MEAN],
-        sum_squares=squares,
-        bucket_limit=np.clip(limits, low, high), bucket=heights,
-    )  # fmt: skip
+        min=low, max=high, num=n, sum=total, sum_squares=squares, bucket_limit=limits, bucket=heights
+    )
 
 
-def _coarse(row: Floats, counts: Counts) -> tuple[Floats, Counts]:
-    """Upper limits and counts of the used buckets, those too close to zero to be told apart in one."""
-    finest = FINEST_SHARE * max(abs(row[stats.MIN]), abs(row[stats.MAX]))
-    close = (finest >= stats.UPPER) & (-finest <= stats.LOWER)
-    close[stats.MIDDLE] = True
-    inner = np.flatnonzero(close)
-    heights = np.concatenate([counts[: inner[0]], [counts[inner].sum()], counts[inner[-1] + 1 :]])
-    limits = np.concatenate([stats.UPPER[: inner[0]], [stats.UPPER[inner[-1]]], stats.UPPER[inner[-1] + 1 :]])
-    used = np.flatnonzero(heights)
-    return limits[used[0] : used[-1] + 1], heights[used[0] : used[-1] + 1]
+_UPPER: list[float] = stats.UPPER.tolist()
 
 
 class _Layout:

@@ -1,0 +1,124 @@
+"""What writing one logged step costs, and what a run weighs, beside TensorBoard's own calls.
+
+1000 scalars and 300 histograms a step: through the TensorBoard sink (which adds the frame tensors), and
+through `add_scalar` and `add_histogram_raw`. Interleaved, minima of many rounds. Then the bytes of 500
+layers with 10 stats each, as frame tensors and as one tag a number.
+
+    python benchmarks/writing.py [--rounds 15]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from torch.utils.tensorboard import SummaryWriter
+
+from tbhooks import stats
+from tbhooks.frame import Frame, Site
+from tbhooks.sinks import tensorboard
+from tbhooks.sinks.tensorboard import TensorBoardSink
+
+# 250 activations (3 core scalars each), 50 gradients and 200 updates (1 each): 1000 scalars, 300 histograms.
+SITES = (
+    *(Site(f"layer.{i}", "activation") for i in range(250)),
+    *(Site(f"layer.{i}", "gradient") for i in range(50)),
+    *(Site(f"layer.{i}.weight", "update") for i in range(200)),
+)
+
+
+def make_frame(step: int, sites: tuple[Site, ...] = SITES) -> Frame:
+    """Rows and buckets of normally distributed numbers."""
+    generator = np.random.default_rng(step)
+    values, buckets = stats.empty_rows(len(sites)), np.zeros((len(sites), stats.BUCKETS), dtype=np.int64)
+    sample = np.abs(generator.normal(size=5000))
+    index = stats.MIDDLE + np.searchsorted(stats.LOWER[stats.MIDDLE + 1 :], sample, side="right")
+    counts = np.bincount(index, minlength=stats.BUCKETS)
+    buckets[:] = counts + counts[::-1]
+    values[:, stats.COUNT] = counts.sum() * 2
+    values[:, stats.MEAN] = generator.normal(size=len(sites))
+    values[:, stats.M2] = counts.sum() * generator.uniform(1, 2, size=len(sites))
+    values[:, stats.MIN], values[:, stats.MAX], values[:, stats.BASE] = -sample.max(), sample.max(), 1.0
+    return Frame(step, time.time(), 0, sites, values, buckets)
+
+
+def by_stock_calls(writer: SummaryWriter, step: int) -> None:
+    limits, counts = list(np.linspace(-4, 4, 64)), list(range(64))
+    for i in range(1000):
+        writer.add_scalar(f"stat/{i}", 0.5, step)
+    for i in range(300):
+        writer.add_histogram_raw(f"histogram/{i}", -4, 4, 2016, 0, 100, limits, counts, step)
+    writer.flush()
+
+
+def by_sink(sink: TensorBoardSink, frame: Frame) -> None:
+    sink.write(frame)
+    sink.flush()
+
+
+def timed(run: Callable[[], None]) -> float:
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started
+
+
+def cost(rounds: int, directory: Path) -> dict[str, float]:
+    """Seconds a step. The stock calls keep TensorBoard's own checksum, as they do for who has no tbhooks."""
+    stock = SummaryWriter(str(directory / "stock"))
+    sink = TensorBoardSink(SummaryWriter(str(directory / "sink")))
+    fast, slow = tensorboard.record_writer.masked_crc32c, tensorboard.record_writer.masked_crc32c.__wrapped__
+    seconds: dict[str, list[float]] = {"stock calls": [], "tbhooks": []}
+    for step in range(rounds):
+        frame = make_frame(step)
+        tensorboard.record_writer.masked_crc32c = slow
+        seconds["stock calls"].append(timed(lambda at=step: by_stock_calls(stock, at)))
+        tensorboard.record_writer.masked_crc32c = fast
+        seconds["tbhooks"].append(timed(lambda frame=frame: by_sink(sink, frame)))
+        print(f"\rwriting: round {step + 1} of {rounds}", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    return {name: min(values) for name, values in seconds.items()}
+
+
+def weight(directory: Path, layers: int = 500, steps: int = 1000) -> dict[str, float]:
+    """Bytes a step of 10 stats for each of 500 layers."""
+    sites = tuple(Site(f"encoder.layer.{i}.output", "activation") for i in range(layers))
+    sink = TensorBoardSink(directory / "tensors", scalars=())
+    for step in range(steps):
+        frame = make_frame(step, sites)
+        sink.write(Frame(step, 0.0, 0, sites, frame.values, frame.buckets[:, :0]))
+    sink.close()
+    writer = SummaryWriter(str(directory / "tags"))
+    for i in range(layers):
+        for stat in list(stats.STATS)[:10]:
+            writer.add_scalar(f"activation.{stat}/{sites[i].name}", 0.5, 0)
+    writer.close()
+    size = {name: sum(f.stat().st_size for f in (directory / name).glob("events*")) for name in ("tensors", "tags")}
+    return {"tbhooks": size["tensors"] / steps, "one tag a number": float(size["tags"])}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "writing.json")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        seconds = cost(options.rounds, Path(directory))
+        size = weight(Path(directory))
+    options.out.parent.mkdir(exist_ok=True)
+    options.out.write_text(json.dumps({"seconds": seconds, "bytes": size}, indent=1) + "\n")
+    ratio = seconds["stock calls"] / seconds["tbhooks"]
+    print(f"1000 scalars and 300 histograms: stock calls {1e3 * seconds['stock calls']:.1f} ms, ", end="")
+    print(f"tbhooks {1e3 * seconds['tbhooks']:.1f} ms, {ratio:.0f} times faster")
+    smaller = size["one tag a number"] / size["tbhooks"]
+    print(f"500 layers x 10 stats: one tag a number {size['one tag a number'] / 1e3:.0f} kB a step, ", end="")
+    print(f"tbhooks {size['tbhooks'] / 1e3:.0f} kB, {smaller:.1f} times smaller")
+
+
+if __name__ == "__main__":
+    main()
