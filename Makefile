@@ -19,6 +19,7 @@ lint: $(READY)
 bench: $(READY)  ## overhead and writing cost, with the peers beside them
 	$(PYTHON) benchmarks/overhead.py
 	$(PYTHON) benchmarks/writing.py
+	$(PYTHON) benchmarks/readme.py
 
 look: $(READY)  ## TensorBoard on the demo's run
 	$(VENV)/bin/tensorboard --logdir runs

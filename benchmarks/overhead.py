@@ -30,6 +30,7 @@ os.environ.setdefault("WANDB_SILENT", "true")
 # Some virtual machines announce AMX and die of it in the first bfloat16 matmul.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
+import readme
 import torch
 from models import WORKLOADS, Workload
 from torch import Tensor, nn
@@ -163,18 +164,6 @@ def _summary(seconds: list[float], base: float) -> dict[str, float]:
     }
 
 
-def table(results: dict[str, dict[str, dict[str, float]]]) -> str:
-    names = list(dict.fromkeys(name for result in results.values() for name in result))
-    lines = [["step time / bare step", *(WORKLOADS[key].name for key in results)]]
-    lines += [[name, *(_cell(result.get(name)) for result in results.values())] for name in names]
-    lines.insert(1, ["---"] * len(lines[0]))
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def _cell(value: dict[str, float] | None) -> str:
-    return "-" if value is None else f"{value['ratio']:.2f} ± {value['spread'] / 2:.2f}"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=12)
@@ -191,8 +180,9 @@ def main() -> None:
         shutil.rmtree(directory, ignore_errors=True)
     machine = {"python": platform.python_version(), "torch": torch.__version__, "cpu_threads": options.threads}
     options.out.parent.mkdir(exist_ok=True)
-    options.out.write_text(json.dumps({"machine": machine, "results": results}, indent=1) + "\n")
-    print(table(results))
+    names = {key: WORKLOADS[key].name for key in results}
+    options.out.write_text(json.dumps({"machine": machine, "names": names, "results": results}, indent=1) + "\n")
+    print(readme.overhead_table(names, results))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import readme
 from torch.utils.tensorboard import SummaryWriter
 
 from tbhooks import stats
@@ -112,12 +113,7 @@ def main() -> None:
         size = weight(Path(directory))
     options.out.parent.mkdir(exist_ok=True)
     options.out.write_text(json.dumps({"seconds": seconds, "bytes": size}, indent=1) + "\n")
-    ratio = seconds["stock calls"] / seconds["tbhooks"]
-    print(f"1000 scalars and 300 histograms: stock calls {1e3 * seconds['stock calls']:.1f} ms, ", end="")
-    print(f"tbhooks {1e3 * seconds['tbhooks']:.1f} ms, {ratio:.0f} times faster")
-    smaller = size["one tag a number"] / size["tbhooks"]
-    print(f"500 layers x 10 stats: one tag a number {size['one tag a number'] / 1e3:.0f} kB a step, ", end="")
-    print(f"tbhooks {size['tbhooks'] / 1e3:.0f} kB, {smaller:.1f} times smaller")
+    print(readme.writing_lines(seconds, size))
 
 
 if __name__ == "__main__":

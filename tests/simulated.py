@@ -281,9 +281,7 @@ def _empty(size: list[int], *, dtype: torch.dtype | None = None, **options: Any)
     return SimTensor(torch.empty(size, dtype=dtype, device=_HOST, memory_format=memory_format))
 
 
-def _empty_strided(
-    size: list[int], stride: list[int], *, dtype: torch.dtype | None = None, **_options: Any
-) -> Tensor:
+def _empty_strided(size: list[int], stride: list[int], *, dtype: torch.dtype | None = None, **_options: Any) -> Tensor:
     _record(aten.empty_strided.default, (size, stride), {})
     return SimTensor(torch.empty_strided(size, stride, dtype=dtype, device=_HOST))
 

@@ -592,9 +592,7 @@ def _on_device(case: zoo.Case) -> zoo.Case:
 
 # The others pick other kernels by device (attention, recurrent cells), or need sparse gradients.
 _SAME_KERNELS = sorted(
-    set(ZOO)
-    - {"lstm", "gru_loop", "sparse_embedding", "autocast"}
-    - {"vit", "albert", "llama", "mamba", "mixtral"}
+    set(ZOO) - {"lstm", "gru_loop", "sparse_embedding", "autocast"} - {"vit", "albert", "llama", "mamba", "mixtral"}
 )
 
 
@@ -614,9 +612,7 @@ def test_training_is_bitwise_that_of_the_cpu(name: str) -> None:
     ],
     ids=["sgd", "sgd_foreach", "adamw", "adamw_foreach"],
 )
-def test_optimizers_are_bitwise_those_of_the_cpu(
-    name: str, optimizer: zoo.OptimizerFactory, log: Log
-) -> None:
+def test_optimizers_are_bitwise_those_of_the_cpu(name: str, optimizer: zoo.OptimizerFactory, log: Log) -> None:
     expected = zoo.train(ZOO[name], 3, optimizer=optimizer)
     assert log.ops.total() == 0
     assert zoo.train(_on_device(ZOO[name]), 3, optimizer=optimizer) == expected
@@ -627,9 +623,7 @@ def test_layers_run_forward_and_backward() -> None:
     def run(place: Callable[[Any], Any]) -> list[bytes]:
         torch.manual_seed(0)
         embedding = place(nn.Embedding(10, 6))
-        body = place(
-            nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.BatchNorm1d(6), nn.ReLU(inplace=True))
-        )
+        body = place(nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.BatchNorm1d(6), nn.ReLU(inplace=True)))
         hidden = body(embedding(place(torch.randint(0, 10, (8,)))))
         nn.CrossEntropyLoss()(hidden, place(torch.randint(0, 6, (8,)))).backward()
         return [zoo.raw(p.grad) for p in [*embedding.parameters(), *body.parameters()]]

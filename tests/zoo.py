@@ -345,9 +345,7 @@ class _OddOutput(nn.Module):
 class _Around(nn.Module):
     """Linear layers around an `_OddOutput`; ``pick`` makes one tensor of the odd output again."""
 
-    def __init__(
-        self, shape: Callable[[Tensor], Any], pick: Callable[[Any], Tensor], picked_width: int = 8
-    ) -> None:
+    def __init__(self, shape: Callable[[Tensor], Any], pick: Callable[[Any], Tensor], picked_width: int = 8) -> None:
         super().__init__()
         self.before = nn.Linear(8, 8)
         self.odd = _OddOutput(shape)
@@ -536,9 +534,7 @@ class Gan(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.generator = nn.Sequential(nn.Linear(4, 16), nn.ReLU(inplace=True), nn.Linear(16, 8))
-        self.discriminator = nn.Sequential(
-            nn.Linear(8, 16), nn.LeakyReLU(0.2, inplace=True), nn.Linear(16, 1)
-        )
+        self.discriminator = nn.Sequential(nn.Linear(8, 16), nn.LeakyReLU(0.2, inplace=True), nn.Linear(16, 1))
 
     def forward(self, real: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         return self.discriminator(real), self.discriminator(self.generator(noise))
