@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,8 @@ import tbhooks
 
 def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "tbhooks", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, cwd=cwd)
+    alone = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, cwd=cwd, env=alone)
 
 
 def test_version_and_help() -> None:

@@ -82,6 +82,7 @@ def test_another_models_optimizer_ends_nothing() -> None:
     with tbhooks.watch(model, every=1) as watching:
         train(other, 5)
         assert watching.stats.steps == 0
+        assert watching.stats.clock == "auto"
         train(model, 2)
     assert steps_of(watching.history) == [0, 1]
 
@@ -160,10 +161,11 @@ def test_optimizers_that_step_inside_backward_make_one_step() -> None:
         for _ in range(5):
             forward(model).backward()
     assert steps_of(watching.history) == [0, 2, 4]
-    kinds = {(site.name, site.kind) for site in watching.latest.sites}
-    assert {(name, "update") for name, _ in model.named_parameters()} <= kinds
-    assert {(name, "weight_gradient") for name, _ in model.named_parameters()} <= kinds
-    assert ("0", "gradient") in kinds
+    for frame in watching.history:
+        kinds = {(site.name, site.kind) for site in frame.sites}
+        assert {(name, "update") for name, _ in model.named_parameters()} <= kinds
+        assert {(name, "weight_gradient") for name, _ in model.named_parameters()} <= kinds
+        assert ("0", "gradient") in kinds
 
 
 def test_lbfgs_steps_once_and_its_gradients_are_those_of_the_closure() -> None:
@@ -184,6 +186,7 @@ def test_lbfgs_steps_once_and_its_gradients_are_those_of_the_closure() -> None:
     assert steps_of(watching.history) == [0, 1]
     assert watching.history[0]["0.weight", "weight_gradient"].norm == pytest.approx(last, rel=1e-5)
     assert watching.history[0]["0", "activation"].count > 16 * 8
+    assert watching.history[1]["0.weight", "weight_gradient"].count == 4 * 8
 
 
 def test_a_custom_optimizer_subclass_is_a_clock() -> None:
@@ -302,6 +305,24 @@ def test_logged_values_belong_to_their_own_step(order: str, every: int) -> None:
         steps, values = watching.history.scalar(tag)
         assert steps == list(range(0, 7, every))
         assert values.tolist() == pytest.approx([factor * losses[i] for i in steps], rel=1e-6)
+
+
+def test_a_late_value_that_does_not_come_is_not_waited_for_with_another_steps_numbers() -> None:
+    model = mlp()
+    optimizer = sgd(model)
+    losses = []
+    with tbhooks.watch(model, every=2) as watching:
+        for i in range(6):
+            loss = forward(model)
+            losses.append(float(loss.detach()))
+            watching.log({"loss": loss})
+            loss.backward()
+            optimizer.step()
+            if i == 0:
+                watching.log({"seldom": 1.0})
+    steps, values = watching.history.scalar("train/loss")
+    assert steps == [0, 2, 4]
+    assert values.tolist() == pytest.approx([losses[i] for i in steps], rel=1e-6)
 
 
 def test_logged_tensors_may_be_overwritten_afterwards() -> None:
