@@ -30,7 +30,7 @@ def _table(dtype: torch.dtype, device: torch.device) -> Tensor:
     _, _, exponent_bits = _LAYOUT[dtype]
     half = 1 << (exponent_bits + 1)
     bias = (1 << (exponent_bits - 1)) - 1
-    bits = torch.arange(half)
+    bits = torch.arange(half, device="cpu")  # whatever the default device is
     above = (bits - 2 * (bias + LOWEST_EXPONENT) + 1).clamp(0, HALF_OCTAVES)
     infinite = bits >= half - 2
     positive = torch.where(infinite, REJECTED, MIDDLE + above)

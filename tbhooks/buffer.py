@@ -8,6 +8,7 @@ of the capture side that moves data to the host.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from tbhooks.frame import Frame, Site
 # Torch reductions make temporaries of the tensor's size: larger tensors are read in parts this long.
 PART = 1 << 22
 # A step that never ends must not eat the device: past this many bytes of records, calls go unseen.
-MOST_BYTES = 64 << 20
+MOST_BYTES = 256 << 20
 
 # Bucket counts are 32-bit integers.
 MOST_COUNT = 2**31 - 1
@@ -57,10 +58,11 @@ class Buffer:
     def take(self) -> int | None:
         """The number of a fresh record, or None when a step has made more calls than may be held."""
         if self.used == len(self._rows):
-            if 2 * self.used * self.record_bytes > MOST_BYTES:
+            room = MOST_BYTES // self.record_bytes - self.used
+            if room <= 0:
                 self.overflowed = True
                 return None
-            self._grow(self.used)
+            self._grow(min(self.used, room))
         self.used += 1
         return self.used - 1
 
@@ -122,7 +124,7 @@ class Copy:
 def _copy_out(buffer: Buffer) -> Copy:
     packed = buffer.pack()
     cuda = buffer.device.type == "cuda"
-    host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=cuda)
+    host = torch.empty(packed.shape, dtype=packed.dtype, device="cpu", pin_memory=cuda)
     host.copy_(packed, non_blocking=cuda)
     event = torch.cuda.Event() if cuda else None  # type: ignore[no-untyped-call]
     if event is not None:
@@ -158,6 +160,8 @@ class Recorder:
     def __init__(self, kinds: Iterable[str]) -> None:
         self.with_buckets = False
         self._kinds = frozenset(kinds)
+        # Modules may run in several threads, and the kernel lets others run while it reads.
+        self._lock = threading.RLock()
         self.sites: list[Site] = []
         self._numbers: dict[Site, int] = {}
         self._buffers: list[Buffer] = []
@@ -175,12 +179,16 @@ class Recorder:
 
         Weights are read whenever updates are, because an update is measured against its weight.
         """
-        if site not in self._numbers:
-            if site.kind not in self._kinds and not (site.kind == "weight" and "update" in self._kinds):
-                return NO_SITE
-            self._numbers[site] = len(self.sites)
-            self.sites.append(site)
-        return self._numbers[site]
+        number = self._numbers.get(site)
+        if number is not None:
+            return number
+        if site.kind not in self._kinds and not (site.kind == "weight" and "update" in self._kinds):
+            return NO_SITE
+        with self._lock:
+            if site not in self._numbers:
+                self.sites.append(site)
+                self._numbers[site] = len(self.sites) - 1
+            return self._numbers[site]
 
     def begin(self, with_buckets: bool) -> None:
         """Starts an empty step."""
@@ -195,19 +203,21 @@ class Recorder:
 
     def record(self, site: int, tensor: Tensor) -> Span | None:
         """Reduces a tensor for a site; None if it holds no real numbers."""
-        span = self._record_sparse(tensor) if tensor.layout is torch.sparse_coo else self._record_dense(tensor)
-        if span is not None:
-            self.calls.append((site, span))
+        with self._lock:
+            span = self._record_sparse(tensor) if tensor.layout is torch.sparse_coo else self._record_dense(tensor)
+            if span is not None:
+                self.calls.append((site, span))
         return span
 
     def record_difference(self, site: int, after: Tensor, before: Tensor) -> None:
         """Reduces `after - before` for a site; `before` may be overwritten."""
-        if kernel.can_read(after) and kernel.can_read(before) and after.numel() <= MOST_COUNT:
-            span = self._record_difference(after, before)
-        else:
-            span = self._record_dense(_difference(after, before))
-        if span is not None:
-            self.calls.append((site, span))
+        with self._lock:
+            if kernel.can_read(after) and kernel.can_read(before) and after.numel() <= MOST_COUNT:
+                span = self._record_difference(after, before)
+            else:
+                span = self._record_dense(_difference(after, before))
+            if span is not None:
+                self.calls.append((site, span))
 
     def share(self, site: int, span: Span) -> None:
         """Gives a site what was already reduced for another."""
@@ -236,6 +246,10 @@ class Recorder:
     @property
     def scalar_tags(self) -> frozenset[str]:
         return frozenset(self._scalars)
+
+    def scalars_alone(self, step: int, rank: int, scalars: dict[str, Span | float]) -> Pending:
+        """A step's scalars that need no copy, for a step that was handed over before they came."""
+        return Pending(step, time.time(), rank, [], self._kinds, False, {}, [], scalars, {})
 
     def pack(self, step: int, rank: int) -> Pending:
         """Starts the one copy of the step and forgets it."""
@@ -309,6 +323,11 @@ class Pending:
     calls: list[tuple[int, Span]]
     scalars: dict[str, Span | float]
     earlier: dict[int, dict[str, Span | float]]
+
+    @property
+    def nbytes(self) -> int:
+        """What it holds of the host's memory until it is written."""
+        return sum(copy.host.nbytes for copy in self.copies.values())
 
     def frames(self) -> list[Frame]:
         """The step's frame, after what is only now known of earlier ones."""

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -22,7 +23,7 @@ from tbhooks.report import Report
 MODES = ("auto", "optimizer", "forward", "manual")
 # In "auto", this many forwards with no optimizer step mean that no optimizer is coming. Longer
 # accumulations than this are rarer than loops without an optimizer.
-FORWARDS_WITHOUT_OPTIMIZER = 32
+FORWARDS_WITHOUT_OPTIMIZER = 256
 
 
 class Listener(Protocol):
@@ -39,6 +40,8 @@ class Listener(Protocol):
     def watch_root(self, told: Callable[[], None]) -> RemovableHandle | None: ...
 
     def admits(self, model: nn.Module) -> bool: ...
+
+    def gradients_seen(self) -> bool: ...
 
 
 class Round:
@@ -109,7 +112,11 @@ class Clock:
             register_optimizer_step_pre_hook(self._before),
             register_optimizer_step_post_hook(self._after),
         ]
-        if self.mode in ("auto", "forward"):
+        self.watch_forwards()
+
+    def watch_forwards(self) -> None:
+        """Puts the one hook on the model that counting its forwards needs, if they are counted."""
+        if self.mode in ("auto", "forward") and self._root is None:
             self._root = self._listener.watch_root(self._forward_begins)
 
     def stop(self) -> None:
@@ -117,20 +124,22 @@ class Clock:
             handle.remove()
         self._handles = []
         self._owned.clear()
-        self._leave_root()
+        self.leave_forwards()
 
     def manual(self) -> None:
         """From now on only the user ends steps."""
         self.mode, self._auto = "manual", False
-        self._leave_root()
+        self.leave_forwards()
 
     def look_again(self) -> None:
         """Parameters may have been replaced: which optimizers own them is found out anew."""
         self._owned.clear()
 
     def tick(self) -> None:
-        self._listener.step_ended()
-        self.count += 1
+        try:
+            self._listener.step_ended()
+        finally:
+            self.count += 1
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         with self._report.guarded("before the optimizer's step"):
@@ -184,9 +193,10 @@ class Clock:
     def _optimizer_found(self) -> None:
         if self._auto and self.mode != "optimizer":
             if self.mode == "forward":
-                self._report.tell("an optimizer steps this model after all: steps are counted by it from now on")
+                self._report.tell("an optimizer steps this model after all: steps are counted by it, from 0")
+                self.count = 0
             self.mode = "optimizer"
-            self._leave_root()
+            self.leave_forwards()
 
     def _forward_begins(self) -> None:
         with self._report.guarded("before the model's forward"):
@@ -201,7 +211,8 @@ class Clock:
             self._versions = _versions(model)
 
     def _no_optimizer_is_coming(self, model: nn.Module) -> bool:
-        changed = _versions(model) != self._versions
+        # After a backward, so that loading a checkpoint between two forwards is not taken for a training step.
+        changed = self._listener.gradients_seen() and -1 != self._versions != _versions(model)
         if changed or self._forwards >= FORWARDS_WITHOUT_OPTIMIZER:
             why = "weights change without one" if changed else f"none stepped in {self._forwards} forwards"
             self._report.tell(
@@ -211,12 +222,15 @@ class Clock:
             return True
         return False
 
-    def _leave_root(self) -> None:
+    def leave_forwards(self) -> None:
+        """Takes that hook off."""
         if self._root is not None:
             self._root.remove()
             self._root = None
 
 
 def _versions(model: nn.Module) -> int:
-    """Changes whenever a parameter is written in place."""
+    """Changes whenever a parameter is written in place; -1 while some have yet to be made."""
+    if any(isinstance(parameter, UninitializedParameter) for parameter in model.parameters()):
+        return -1
     return sum(parameter._version for parameter in model.parameters())

@@ -63,7 +63,7 @@ class Finding:
         return cls(data["step"], site, data["rule"], data["severity"], data["message"], data["evidence"])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Reading:
     """The statistics of one site in one frame, each an attribute: `reading.std`, `reading.p50`."""
 
@@ -74,6 +74,8 @@ class Reading:
     def __getattr__(self, name: str) -> float:
         if name not in STAT_NAMES:
             raise AttributeError(f"no stat {name!r}: {nearest(name, STAT_NAMES)}")
+        if name == "ratio" and self.site.kind != "update":
+            return float("nan")  # only an update has something it is measured against
         return float(stats.stat(name, self.row[None], self.counts[None])[0])
 
     def underflow_fraction(self, dtype: object) -> float:
@@ -134,7 +136,7 @@ class Frame:
         return {(site.name, site.kind): i for i, site in enumerate(self.sites)}
 
     def __getitem__(self, key: tuple[str, str]) -> Reading:
-        if not (isinstance(key, tuple) and len(key) == 2):
+        if not (isinstance(key, tuple) and len(key) == 2 and all(isinstance(part, str) for part in key)):
             raise ArgumentError(f'a frame is read as frame["path", "kind"], not {key!r}')
         if key not in self._index:
             path, kind = key

@@ -6,10 +6,11 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import overload
 
 import numpy as np
 
-from tbhooks.errors import ArgumentError, nearest
+from tbhooks.errors import ArgumentError, UnknownSiteError, nearest
 from tbhooks.frame import Frame
 from tbhooks.stats import STAT_NAMES, Floats
 
@@ -50,8 +51,15 @@ class History:
     def __len__(self) -> int:
         return len(self._frames)
 
-    def __getitem__(self, index: int) -> Frame:
-        return self._frames[index]
+    @overload
+    def __getitem__(self, index: int) -> Frame: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Frame]: ...
+
+    def __getitem__(self, index: int | slice) -> Frame | list[Frame]:
+        with self._lock:
+            return list(self._frames)[index]
 
     def __iter__(self) -> Iterator[Frame]:
         with self._lock:
@@ -62,11 +70,17 @@ class History:
         if stat not in STAT_NAMES:
             raise ArgumentError(f"unknown stat {stat!r}: {nearest(stat, STAT_NAMES)}")
         seen = [frame for frame in self if (path, kind) in frame]
+        if not seen and len(self):
+            places = [site.name for frame in self for site in frame.sites if site.kind == kind]
+            raise UnknownSiteError(f"no frame has the {kind} of {path!r}: {nearest(path, places)}")
         return [frame.step for frame in seen], np.array([getattr(frame[path, kind], stat) for frame in seen])
 
     def scalar(self, tag: str) -> tuple[list[int], Floats]:
         """Steps and values of a scalar such as `train/loss`."""
         seen = [frame for frame in self if tag in frame.scalars]
+        if not seen and len(self):
+            tags = [name for frame in self for name in frame.scalars]
+            raise UnknownSiteError(f"no frame has the scalar {tag!r}: {nearest(tag, tags)}")
         return [frame.step for frame in seen], np.array([frame.scalars[tag] for frame in seen])
 
     def __repr__(self) -> str:

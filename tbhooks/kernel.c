@@ -252,7 +252,7 @@ INLINE int reduce(const char *data, const char *minus, int64_t size, int dtype, 
     const int many = size > FEW, used = many ? TABLES : 1;
     int shifted = 0; /* since a block needed a pivot, because the next ones will too */
 
-    if (size < 0 || dtype < F32 || dtype > F16) return -1;
+    if (size < 0 || dtype < F32 || dtype > F16 || (size > 0 && !data)) return -1;
     memset(row, 0, WIDTH * sizeof *row);
     row[MIN] = INFINITY;
     row[MAX] = -INFINITY;

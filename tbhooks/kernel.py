@@ -53,6 +53,7 @@ def can_read(tensor: Tensor) -> bool:
         and not tensor.is_nested
         and not tensor.is_neg()
         and tensor.is_contiguous()
+        and (tensor.data_ptr() != 0 or tensor.numel() == 0)  # autograd's zeros have no memory
     )
 
 

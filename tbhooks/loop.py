@@ -5,6 +5,7 @@ It lives in the training thread, hands finished steps to `submit` and never wait
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -41,6 +42,15 @@ class Schedule:
         return self.histograms is not False and logged % self.histograms == 0
 
 
+@dataclass
+class Ended:
+    """The step that ended last: numbers may still be logged to it until something of the next one is seen."""
+
+    label: int
+    logged: bool
+    tags: set[str]
+
+
 class Loop:
     """Listens to the clock; reads logged steps; hands each over once nothing more can belong to it."""
 
@@ -57,33 +67,36 @@ class Loop:
         self._rank = rank
         self._submit = submit
         self._report = report
-        self._paused = False
+        self._thread = threading.get_ident()
+        self._pauses = 0
         self._groups_seen = 0
-        # A step that has ended: still gathering late scalars, or copied and not yet handed over.
-        self._ended: int | None = None
+        self._ended: Ended | None = None
+        # Its numbers: still waiting for late scalars before the copy, or copied and not yet handed over.
+        self._waiting = False
         self._packed: Pending | None = None
-        self._just_ended = False
-        # Tags that were logged after their step had ended: the next step waits for them before its copy.
+        # Tags that are logged after their step has ended: ever, to the last logged step, and to the one before,
+        # which the last one waits for.
         self._late: set[str] = set()
         self._late_now: set[str] = set()
+        self._awaited: set[str] = set()
         # Device scalars that came after the copy: they ride in the next one, under their own step.
-        self._held: dict[str, tuple[int, Tensor]] = {}
+        self._held: dict[tuple[int, str], Tensor] = {}
 
     def start(self) -> None:
         self.clock.start()
-        if self._schedule.logs(0):
-            self._begin()
+        self._begin_if_due()
 
     def stop(self) -> None:
         """Ends everything and hands over what there is, a step cut short too."""
-        self.settle()
         with self._report.guarded("closing"):
+            self._finish_step()
             if self.probe.token is not None and self.recorder.calls:
                 if self.clock.mode != "optimizer":  # no optimizer will come to read them at
                     self.parameters.rest()
                 self._pack(self.clock.count)
             self.abandon()
-        self.settle()
+            self._finish_step()
+            self._hand_over_held()
         self.clock.stop()
 
     def abandon(self) -> None:
@@ -92,76 +105,71 @@ class Loop:
         self.parameters.forget()
 
     def settle(self) -> None:
-        """Hands over everything that has ended, for a reader who waits: scalars that missed their copy too."""
-        with self._report.guarded("handing over a step"):
-            self._finish_step()
-            if self._held and self.probe.token is None:
-                self._submit(self._copy(self.clock.count))
+        """Hands over everything that has ended, for a reader who waits. Only the training thread can."""
+        if threading.get_ident() == self._thread:
+            with self._report.guarded("handing over a step"):
+                self._finish_step()
+                if self.probe.token is None:
+                    self._hand_over_held()
 
-    def _finish_step(self) -> None:
-        """Something of the next step is seen: nothing more can belong to the one that has ended."""
-        if self._ended is not None:
-            self._pack(self._ended)
-            self._begin_if_due()
-        if self._packed is not None:
-            # Handed over before it is forgotten: a signal in between may write it twice, but never lose it.
-            self._submit(self._packed)
-            self._packed = None
-            self._late, self._late_now = self._late_now, set()
+    def pause(self) -> None:
+        """Takes every hook off the model; pauses may be nested."""
+        self._pauses += 1
+        self.probe.detach()
+        self.clock.leave_forwards()
 
-    def pause(self, paused: bool) -> None:
-        self._paused = paused
-        if paused:
-            self.probe.detach()
-        elif self.probe.token is not None:
-            self.probe.attach()
+    def resume(self) -> None:
+        self._pauses -= 1
+        if not self._pauses:
+            self.clock.watch_forwards()
+            if self.probe.token is not None:
+                self.probe.attach()
+
+    # Numbers the user logs.
 
     def log(self, values: dict[str, Tensor | float]) -> None:
-        """Numbers for the logged step they belong to: the open one, or the one that has just ended."""
+        """Each goes to the step it belongs to: the open one, or the one that has just ended."""
         with self._report.guarded("log"):
             for tag, value in values.items():
                 self._log_one(tag, value)
-            if self._ended is not None and self._late <= self.recorder.scalar_tags:
-                self._pack(self._ended)
-                self._begin_if_due()
+            if self._waiting and self._awaited <= self.recorder.scalar_tags:
+                self._pack_waiting()
 
     def _log_one(self, tag: str, value: Tensor | float) -> None:
-        if self._ended is not None:
-            if tag not in self.recorder.scalar_tags:
-                self.recorder.scalar(tag, value)
-                self._late_now.add(tag)
-        elif self._packed is not None and tag not in self._packed.scalars and tag not in self._held:
+        ended = self._still_open_to_scalars()
+        if ended is not None and ended.logged and tag not in ended.tags:
+            ended.tags.add(tag)
+            self._late.add(tag)
             self._late_now.add(tag)
-            self._add_to_packed(self._packed, tag, value)
-        elif self.probe.token is not None and (tag not in self._late or self.probe.called):
+            self._log_late(ended.label, tag, value)
+        elif self.probe.token is not None and (ended is None or tag not in self._late):
             # A late one before the open step has begun is of the unlogged step before it.
             self.recorder.scalar(tag, value)
 
-    def _add_to_packed(self, packed: Pending, tag: str, value: Tensor | float) -> None:
-        if isinstance(value, Tensor):
-            value = value.detach()
-            if value.device.type != "cpu":
-                self._held[tag] = (packed.step, value.clone())
-                return
-        self._packed = replace(packed, scalars={**packed.scalars, tag: float(value)})
+    def _log_late(self, label: int, tag: str, value: Tensor | float) -> None:
+        if self._waiting:
+            self.recorder.scalar(tag, value)
+        elif isinstance(value, Tensor) and value.device.type != "cpu":
+            self._held[label, tag] = value.detach().clone()
+        elif self._packed is not None:
+            self._packed = replace(self._packed, scalars={**self._packed.scalars, tag: _number(value)})
+        else:
+            self._submit(self.recorder.scalars_alone(label, self._rank, {tag: _number(value)}))
+
+    def _still_open_to_scalars(self) -> Ended | None:
+        return None if self.probe.called else self._ended
 
     def step(self, label: int | None) -> None:
-        """The user ends the step."""
+        """The user ends the step; one that the clock has just ended gets its label."""
         with self._report.guarded("step"):
-            already = self._just_ended and self.clock.mode != "manual"
+            ended = self._still_open_to_scalars() if self.clock.mode != "manual" else None
             self.clock.manual()
-            if already:
-                self._relabel(label)
-            else:
+            if ended is None:
                 self._step_ended(self.clock.count if label is None else label)
                 self.clock.count += 1
-            self._finish_step()
-
-    def _relabel(self, label: int | None) -> None:
-        if label is not None and self._ended is not None:
-            self._ended = label
-        elif label is not None and self._packed is not None:
-            self._packed = replace(self._packed, step=label)
+            elif label is not None:
+                ended.label = label
+                self._packed = replace(self._packed, step=label) if self._packed is not None else None
 
     # What the clock calls.
 
@@ -171,39 +179,69 @@ class Loop:
     def admits(self, model: nn.Module) -> bool:
         return self.probe.admits(model)
 
+    def gradients_seen(self) -> bool:
+        return self.probe.gradients_seen
+
     def watch_root(self, told: Callable[[], None]) -> RemovableHandle | None:
         return self.probe.watch_root(told)
 
     def before_optimizer(self, optimizer: Optimizer, has_closure: bool) -> None:
         self._finish_step()
-        self._just_ended = False
-        if self.probe.token is not None and not self._paused:
+        self._ended = None
+        if self.probe.token is not None and not self._pauses:
             self._log_learning_rates(optimizer)
             self.parameters.before(optimizer, has_closure)
 
     def after_optimizer(self, optimizer: Optimizer, has_closure: bool) -> None:
-        if self.probe.token is not None and not self._paused:
+        if self.probe.token is not None and not self._pauses:
             self.parameters.after(optimizer, has_closure)
 
     def step_ended(self) -> None:
         self._step_ended(self.clock.count)
 
     def _step_ended(self, label: int) -> None:
+        self._thread = threading.get_ident()
         self._finish_step()
-        self._just_ended = True
         next_is_logged = self._schedule.logs(self.clock.count + 1)
-        if self.probe.token is not None:
+        self._ended = Ended(label, self.probe.token is not None, set(self.recorder.scalar_tags))
+        if next_is_logged:
+            self.probe.next_forward = self._finish_step
+        if self._ended.logged:
             self._warn_if_blind(label)
-            self._end_reading(keep_hooks=next_is_logged and not self._paused)
-            if not self._late <= self.recorder.scalar_tags:
-                self._ended = label
-                if next_is_logged:
-                    self.probe.next_forward = self._finish_step
+            self._end_reading(keep_hooks=next_is_logged and not self._pauses)
+            self._awaited, self._late_now = self._late_now, set()
+            if not self._awaited <= self._ended.tags:
+                self._waiting = True
                 return
             self._pack(label)
         if next_is_logged:
             self._begin()
-            self.probe.next_forward = self._finish_step
+
+    def _finish_step(self) -> None:
+        """Something of the next step is seen: nothing more can belong to the one that has ended."""
+        if self._waiting:
+            self._pack_waiting()
+        if self._packed is not None:
+            # Handed over before it is forgotten: a signal in between may write it twice, but never lose it.
+            self._submit(self._packed)
+            self._packed = None
+
+    def _pack_waiting(self) -> None:
+        if self._ended is not None:
+            self._pack(self._ended.label)
+        self._begin_if_due()
+
+    def _pack(self, label: int) -> None:
+        self._waiting = False
+        if self.recorder.calls or self.recorder.scalar_tags:
+            self._packed = self._copied(label)
+            self.logged += 1
+
+    def _copied(self, label: int) -> Pending:
+        for (step, tag), value in self._held.items():
+            self.recorder.scalar(tag, value, earlier_step=step)
+        self._held = {}
+        return self.recorder.pack(label, self._rank)
 
     def _begin_if_due(self) -> None:
         if self._schedule.logs(self.clock.count):
@@ -213,32 +251,25 @@ class Loop:
         self._groups_seen = 0
         self.clock.look_again()
         self.recorder.begin(self._schedule.takes_histograms(self.logged))
-        self.probe.begin(attach=not self._paused)
+        self.probe.begin(attach=not self._pauses)
 
     def _end_reading(self, keep_hooks: bool) -> None:
-        if not self._paused:
+        if not self._pauses:
             self.parameters.rest()
         self.parameters.forget()
         self.probe.end(keep_hooks)
         if self.recorder.overflowed:
             self._report.tell("a step made more calls than its buffer holds; the rest of it is not in its numbers")
 
-    def _pack(self, label: int) -> None:
-        self._ended = None
-        self._packed = self._copy(label)
-        self.logged += 1
-
-    def _copy(self, label: int) -> Pending:
-        for tag, (step, value) in self._held.items():
-            self.recorder.scalar(tag, value, earlier_step=step)
-        self._held = {}
-        return self.recorder.pack(label, self._rank)
+    def _hand_over_held(self) -> None:
+        if self._held:
+            self._submit(self._copied(self.clock.count))
 
     def _warn_if_blind(self, label: int) -> None:
-        if not self._paused and self.recorder.wants("activation", "gradient") and not self.probe.called:
+        if not self._pauses and self.recorder.wants("activation", "gradient") and not self.probe.called:
             self._report.tell(
-                f"step {label} was to be logged, but no watched module was called in it. A model compiled before "
-                "watch() ignores later hooks: call watch() before the first compiled call",
+                f"step {label} was to be logged, but no watched module was seen running in it. Compiled models are "
+                "watched through their parameters only, and evaluation passes of a model that has trained are not read",
                 once="blind",
             )
 
@@ -248,3 +279,7 @@ class Loop:
             self._groups_seen += 1
             if isinstance(group.get("lr"), Tensor | float | int):
                 self.recorder.scalar(f"train.lr/{name}", group["lr"])
+
+
+def _number(value: Tensor | float) -> float:
+    return float(value.detach()) if isinstance(value, Tensor) else float(value)

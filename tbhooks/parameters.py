@@ -18,7 +18,7 @@ from tbhooks import select
 from tbhooks.buffer import NO_SITE, Recorder
 from tbhooks.frame import Site
 from tbhooks.report import Report
-from tbhooks.rows import describe
+from tbhooks.rows import describe, has_no_data
 
 
 class ParameterReader:
@@ -36,6 +36,7 @@ class ParameterReader:
         self._paths: dict[int, str] = {}
         self._tensors: dict[int, nn.Parameter] = {}
         self._read: set[int] = set()
+        self._read_gradients: set[int] = set()
         self._before: dict[int, Tensor] = {}
 
     def owned(self, optimizer: Optimizer) -> frozenset[int]:
@@ -69,7 +70,7 @@ class ParameterReader:
         """Parameters no optimizer stepped: frozen, left out, or updated by hand."""
         with self._report.guarded("reading parameters"), torch.no_grad():
             self._look_up()
-            for key in self._paths.keys() - self._read:
+            for key in [key for key in self._paths if key not in self._read]:
                 self._read_weight(key)
                 if self._tensors[key].grad is not None:
                     self._read_gradient(key, None)
@@ -87,7 +88,9 @@ class ParameterReader:
             return
         modules = self._selector.choose(select.walk(model).by_path)
         for path, parameter in select.parameters(modules).items():
-            if not isinstance(parameter, UninitializedParameter):
+            if isinstance(parameter, UninitializedParameter) or has_no_data(parameter):
+                self._report.cannot_see(f"weight/{path}", "it holds no data yet")
+            else:
                 self._paths[id(parameter)] = path
                 self._tensors[id(parameter)] = parameter
 
@@ -104,12 +107,16 @@ class ParameterReader:
         site = Site(self._paths[key], "weight_gradient")
         number = self._recorder.number(site)
         gradient = self._tensors[key].grad
-        if number == NO_SITE:
+        if number == NO_SITE or key in self._read_gradients:
             return
         if gradient is None:
             if self._tensors[key].requires_grad:
                 self._report.cannot_see(str(site), "no gradient reached it")
             return
         self._report.sees(str(site))
-        # A fused optimizer is handed scaled gradients and divides them itself; by a tensor, so without a sync.
-        self._recorder.record(number, gradient if scale is None else gradient / scale)
+        self._read_gradients.add(key)
+        if scale is not None:
+            # A fused optimizer is handed scaled gradients and divides them itself; by a tensor, so without a sync.
+            # In half precision the quotient could be zero.
+            gradient = (gradient.float() if gradient.dtype.itemsize < 4 else gradient) / scale
+        self._recorder.record(number, gradient)

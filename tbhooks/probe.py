@@ -14,14 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.hooks import RemovableHandle
 
 from tbhooks import outputs, select
 from tbhooks.buffer import NO_SITE, Recorder, Span
 from tbhooks.frame import Site
 from tbhooks.report import Report
-from tbhooks.rows import describe
+from tbhooks.rows import describe, has_no_data
 
 NEVER_CALLED = "never called as a module; its parameters are watched all the same"
 # Outputs passed on unchanged are recognised among this many recent tensors.
@@ -34,15 +33,6 @@ _graph_task = getattr(torch._C, "_current_graph_task_id", lambda: -1)
 def in_backward() -> bool:
     """Whether autograd is running backward here: a forward seen now is a checkpoint being recomputed."""
     return bool(_graph_task() != -1)
-
-
-def has_no_data(tensor: Tensor) -> bool:
-    """Stand-ins that tracing, export and torch.func pass through a model instead of numbers."""
-    return (
-        tensor.is_meta
-        or isinstance(tensor, FakeTensor)
-        or bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
-    )
 
 
 class _Unkept:
@@ -145,6 +135,11 @@ class Probe:
         self._read_evaluation = False
 
     @property
+    def gradients_seen(self) -> bool:
+        """Whether a backward pass has reached the open step."""
+        return any(hook.fired for hook in self._placed)
+
+    @property
     def called(self) -> bool:
         """Whether any watched module was called in the open step."""
         return bool(self._called)
@@ -177,7 +172,7 @@ class Probe:
         modules = select.walk(model)
         self.aliases = modules.aliases
         wanted = self._selector.choose(modules.by_path) if self._recorder.wants("activation", "gradient") else {}
-        called = {path: module for path, module in wanted.items() if type(module).forward is not nn.Module.forward}
+        called = {path: module for path, module in wanted.items() if self._can_be_hooked(path, module)}
         if self._handles and all(
             path in self._hooks and self._hooks[path].module() is module for path, module in called.items()
         ):
@@ -189,6 +184,12 @@ class Probe:
                 hook = self._hooks[path] = ForwardHook(self, path, module)
             self._handles.append(module.register_forward_hook(hook))
         self._hooks = {path: self._hooks[path] for path in called}
+
+    def _can_be_hooked(self, path: str, module: nn.Module) -> bool:
+        if isinstance(module, torch.jit.ScriptModule):
+            self._report.cannot_see(path, "a scripted or traced module takes no hooks")
+            return False
+        return type(module).forward is not nn.Module.forward  # ModuleList and its like are never called
 
     def detach(self) -> None:
         """Leaves no hook on any module."""
@@ -272,6 +273,8 @@ class Probe:
                 span = self._recorder.record(activation, tensor)
                 if span is None:
                     self._report.cannot_see(hook.path + index, f"{describe(tensor)}: only real numbers have statistics")
+                elif self._report.unseen:
+                    self._report.sees(hook.path + index)
         placed = recent.hook if recent else None
         if gradient != NO_SITE and tensor.requires_grad:
             if placed is None:

@@ -16,7 +16,9 @@ from tbhooks.frame import Frame
 from tbhooks.report import Report
 from tbhooks.sinks import Sink
 
+# Full is a queue of more steps than this which also holds more memory than that: small models may log every step.
 QUEUE_STEPS = 8
+QUEUE_BYTES = 64 << 20
 DEADLINE_S = 30.0
 # Whatever a sink or rule raises must not end the thread; not even sys.exit(), which ends only threads anyway.
 OURS = (Exception, SystemExit)
@@ -27,6 +29,9 @@ Judge = Callable[[Frame], Frame]
 
 class Step(Protocol):
     """What the training thread hands over; `frames` may wait for its copy to arrive."""
+
+    @property
+    def nbytes(self) -> int: ...
 
     def frames(self) -> Sequence[Frame]: ...
 
@@ -50,8 +55,8 @@ class Pump:
         with self._changed:
             if self._closed:
                 return
-            if len(self._queue) >= QUEUE_STEPS:
-                self._report.drop("its sinks are slower than training; raise every=, or give fewer kinds")
+            if len(self._queue) >= QUEUE_STEPS and self._queued_bytes() + step.nbytes > QUEUE_BYTES:
+                self._report.drop("writing is slower than training; raise every=, or give fewer kinds")
                 return
             self._enqueue(step)
 
@@ -91,6 +96,9 @@ class Pump:
         self._changed = threading.Condition()
         self._queue.clear()
         self._closed, self._busy, self._thread = True, False, None
+
+    def _queued_bytes(self) -> int:
+        return sum(item.nbytes for item in self._queue if not callable(item))
 
     def _enqueue(self, item: Step | Callable[[Sink], None]) -> None:
         self._queue.append(item)

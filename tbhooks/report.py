@@ -16,6 +16,10 @@ logger = logging.getLogger("tbhooks")
 logger.addHandler(logging.NullHandler())
 
 
+# A message that changes with every step must not fill the memory of a long run.
+MOST_MESSAGES = 200
+
+
 @dataclass(frozen=True)
 class Stats:
     """A snapshot of a watch's self-report (`Watch.stats`)."""
@@ -55,6 +59,7 @@ class Report:
     seconds_pump: float = 0.0
     unseen: dict[str, str] = field(default_factory=dict)
     messages: list[str] = field(default_factory=list)
+    _guarding: bool = False
     _told: set[str] = field(default_factory=set)
     _untold: dict[str, list[str]] = field(default_factory=dict)
     # Re-entrant: a signal may be handled in the middle of a message.
@@ -63,6 +68,7 @@ class Report:
     @contextlib.contextmanager
     def guarded(self, where: str, failed: Callable[[], None] | None = None) -> Iterator[None]:
         """Keeps every exception of ours away from training, and adds up the time spent."""
+        outermost, self._guarding = not self._guarding, True
         started = time.perf_counter()
         try:
             yield
@@ -71,7 +77,9 @@ class Report:
             if failed is not None:
                 failed()
         finally:
-            self.seconds_training += time.perf_counter() - started
+            if outermost:
+                self._guarding = False
+                self.seconds_training += time.perf_counter() - started
 
     def error(self, where: str, problem: BaseException) -> None:
         """Counts an exception of ours and tells each kind of it once."""
@@ -107,7 +115,3 @@ class Report:
             shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
             self.tell(f"not seen: {shown}: {why}", level=logging.INFO)
         self._untold.clear()
-
-
-# A message that changes with every step must not fill the memory of a long run.
-MOST_MESSAGES = 200

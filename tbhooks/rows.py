@@ -8,14 +8,26 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from tbhooks.stats import COUNT, MAX, MIN, WIDTH, ZEROS
 
 
+def has_no_data(tensor: Tensor) -> bool:
+    """Stand-ins that deferred initialisation, tracing, export and torch.func use instead of numbers."""
+    return (
+        tensor.is_meta
+        or isinstance(tensor, FakeTensor)
+        or bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+    )
+
+
 def readable(tensor: Tensor) -> Tensor | None:
     """The tensor's real numbers in one dimension; None where it holds none: integers, bools, quantised, nested."""
-    if tensor.is_nested or tensor.is_quantized or tensor.layout is not torch.strided:
+    if tensor.is_nested or tensor.is_quantized or tensor.layout is not torch.strided or has_no_data(tensor):
         return None
+    if tensor._is_zerotensor():  # autograd's way to say zeros without memory
+        tensor = torch.zeros_like(tensor)
     if tensor.is_complex():
         # In float32 the magnitude of a finite number can be infinite.
         return flat(tensor.detach().to(torch.complex128).abs())
@@ -27,6 +39,8 @@ def readable(tensor: Tensor) -> Tensor | None:
 def describe(tensor: Tensor) -> str:
     """What a tensor is, for messages about why it could not be read."""
     dtype = str(tensor.dtype).removeprefix("torch.")
+    if has_no_data(tensor):
+        return f"{dtype} tensor without data"
     if tensor.is_nested:
         return f"nested {dtype} tensor"
     return f"{dtype} tensor" if tensor.layout is torch.strided else f"{dtype} tensor of layout {tensor.layout}"

@@ -103,6 +103,8 @@ def _patterns(argument: str, given: object) -> tuple[Pattern, ...]:
     if given is None:
         return ()
     patterns = tuple(given) if isinstance(given, list | tuple | set | frozenset) else (given,)
+    if not patterns:
+        raise ArgumentError(f"{argument} is an empty list; leave it out, or None, to choose by nothing")
     for pattern in patterns:
         if not _is_pattern(pattern):
             raise ArgumentError(

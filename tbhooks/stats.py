@@ -97,6 +97,7 @@ def _fraction(values: Floats, column: int) -> Floats:
 
 
 def _ratio(values: Floats) -> Floats:
+    """NaN where there is nothing to measure against; infinite where that was zero."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return STATS["norm"](values) / np.sqrt(values[..., BASE])
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import io
 import operator
 import os
 import signal
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -61,7 +62,10 @@ def watch(
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"model is a torch.nn.Module, not {_shown(model)}")
     schedule = Schedule(_whole_number("every", every), _histograms(histograms))
-    kinds = (kinds,) if isinstance(kinds, str) else tuple(kinds)
+    kinds = (kinds,) if isinstance(kinds, str) else kinds
+    if not isinstance(kinds, list | tuple | set | frozenset):
+        raise ArgumentError(f"kinds is a list of {', '.join(KINDS)}, not {_shown(kinds)}")
+    kinds = tuple(kinds)
     check_names("kind", kinds, KINDS)
     if not kinds:
         raise ArgumentError(f"kinds names at least one of {', '.join(KINDS)}")
@@ -114,7 +118,8 @@ class Watch:
     def log(self, values: Mapping[str, Tensor | float]) -> None:
         """Logs numbers with the step, as `train/<name>`; device tensors ride in its one copy, without a sync.
 
-        Values given on a step that is not logged cost nothing and go nowhere.
+        Call it anywhere in the step, or right after the step has ended. On steps that are not logged it
+        costs nothing and goes nowhere.
         """
         self._check_usable()
         numbers = {_tag(name): _number(name, value) for name, value in _items(values)}
@@ -125,13 +130,12 @@ class Watch:
     def paused(self) -> Iterator[None]:
         """No hooks and no reading inside; steps are still counted."""
         self._check_usable()
-        if not self._idle:
-            self._loop.pause(True)
+        self._loop.pause()
         try:
             yield
         finally:
             if not self._idle:
-                self._loop.pause(False)
+                self._loop.resume()
 
     def flush(self, timeout_s: float = DEADLINE_S) -> None:
         """Waits until every step that has ended is written and durable."""
@@ -146,6 +150,7 @@ class Watch:
             self._idle = True
             self._pump.close(timeout_s)
             _open.discard(self)  # last: whoever interrupts this closes it again
+            _tidy_process()
 
     @property
     def latest(self) -> Frame | None:
@@ -195,14 +200,25 @@ class Watch:
         _prepare_process()
         for gone in [watching for watching in _open if watching._idle]:
             gone.close()
+        self._warn_of_shared_writers()
         _open.add(self)
         for sink in self._sinks:
-            if hasattr(sink, "drain_before_close"):
+            if isinstance(sink, HasDestination):
                 sink.drain_before_close(self._drain)
         model = self._model()
         if model is not None:
             weakref.finalize(model, _model_is_gone, weakref.ref(self)).atexit = False
-        self._loop.start()
+        try:
+            self._loop.start()
+        except BaseException:
+            self.close()
+            raise
+
+    def _warn_of_shared_writers(self) -> None:
+        mine = {sink.destination for sink in self._sinks if isinstance(sink, HasDestination)}
+        theirs = {s.destination for other in _open for s in other._sinks if isinstance(s, HasDestination)}
+        for shared in mine & theirs:
+            self._report.tell(f"another open watch writes to {shared} too: where names are the same, their numbers mix")
 
     def _check_usable(self) -> None:
         if self._closed:
@@ -234,6 +250,16 @@ class Watch:
         self._loop.clock.stop()
 
 
+@runtime_checkable
+class HasDestination(Protocol):
+    """A sink on something the user holds too: it can be named, and closed before the watch is."""
+
+    @property
+    def destination(self) -> str: ...
+
+    def drain_before_close(self, drain: Callable[[], None]) -> None: ...
+
+
 def make_sinks(writer: Any, scalars: Any) -> tuple[Sink, ...]:
     """What `writer=` stands for."""
     from tbhooks.sinks.tensorboard import TensorBoardSink, scalar_table  # noqa: PLC0415  tensorboard is slow to import
@@ -244,7 +270,7 @@ def make_sinks(writer: Any, scalars: Any) -> tuple[Sink, ...]:
     for one in given:
         if isinstance(one, str | Path) or (hasattr(one, "_get_file_writer") and not isinstance(one, type)):
             sinks.append(TensorBoardSink(one, scalars))
-        elif isinstance(one, Sink) and not isinstance(one, type):
+        elif isinstance(one, Sink) and not isinstance(one, type | io.IOBase):
             sinks.append(one)
         else:
             raise ArgumentError(
@@ -286,19 +312,21 @@ def _tag(name: Any) -> str:
 
 def _number(name: str, value: Any) -> Tensor | float:
     if isinstance(value, Tensor):
-        if value.numel() == 1 and not value.is_complex():
+        if value.numel() == 1 and not value.is_complex() and not value.is_meta:
             return value
         raise ArgumentError(f"log takes one number a name; {name!r} is a tensor of shape {tuple(value.shape)}")
     try:
         return float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ArgumentError(f"log takes numbers and one-element tensors; {name!r} is {_shown(value)}") from None
 
 
 def _rank() -> int:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank()
-    return int(os.environ.get("RANK", "0") or 0)
+    # torchrun sets both before the process group exists; a stray RANK alone means nothing.
+    rank, world = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    return int(rank) if rank.isdecimal() and world.isdecimal() and int(world) > 1 else 0
 
 
 # -- the process: watches are closed at exit, at SIGTERM, and when their model is gone ---------------
@@ -310,14 +338,24 @@ SIGTERM_DEADLINE_S = 5.0
 
 
 def _prepare_process() -> None:
-    """Once a process: nothing handed over may be lost when it ends, and a fork must not inherit our thread."""
-    if _prepared.is_set():
-        return
-    _prepared.set()
-    atexit.register(_close_all)
-    os.register_at_fork(after_in_child=_abandon_all)
-    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _on_sigterm)
+    """Nothing handed over may be lost when the process ends, and a fork must not inherit our thread."""
+    if not _prepared.is_set():
+        _prepared.set()
+        atexit.register(_close_all)
+        os.register_at_fork(after_in_child=_abandon_all)
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        _handle_sigterm(_on_sigterm)
+
+
+def _tidy_process() -> None:
+    """The last watch to close leaves the process as the first one found it."""
+    if not _open and signal.getsignal(signal.SIGTERM) is _on_sigterm:
+        _handle_sigterm(signal.SIG_DFL)
+
+
+def _handle_sigterm(handler: Any) -> None:
+    with contextlib.suppress(ValueError):  # only the main thread may
+        signal.signal(signal.SIGTERM, handler)
 
 
 def _close_all(timeout_s: float = DEADLINE_S) -> None:
@@ -329,9 +367,7 @@ def _abandon_all() -> None:
     for watching in list(_open):
         watching._abandon()
     _open.clear()
-    if signal.getsignal(signal.SIGTERM) is _on_sigterm:
-        with contextlib.suppress(ValueError):  # not the main thread
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _tidy_process()
 
 
 def _on_sigterm(number: int, _frame: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from typing import Any
 
 import pytest
@@ -323,6 +324,109 @@ def test_a_late_value_that_does_not_come_is_not_waited_for_with_another_steps_nu
     steps, values = watching.history.scalar("train/loss")
     assert steps == [0, 2, 4]
     assert values.tolist() == pytest.approx([losses[i] for i in steps], rel=1e-6)
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("reads", ["latest", "flush", "stats", "history"])
+def test_reading_between_the_step_and_its_log_moves_nothing(reads: str, every: int) -> None:
+    model = mlp()
+    optimizer = sgd(model)
+    with tbhooks.watch(model, every=every) as watching:
+        for i in range(7):
+            train(model, 1, optimizer)
+            read = getattr(watching, reads)
+            _ = read() if callable(read) else read
+            watching.log({"i": i})
+    steps, values = watching.history.scalar("train/i")
+    assert steps == values.tolist() == list(range(0, 7, every))
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_values_logged_after_an_explicit_step_belong_to_it(every: int) -> None:
+    model = mlp()
+    optimizer = sgd(model)
+    with tbhooks.watch(model, every=every, step="manual") as watching:
+        for n in range(100, 106):
+            train(model, 1, optimizer)
+            watching.step(n)
+            watching.log({"n": n})
+    steps, values = watching.history.scalar("train/n")
+    assert steps == values.tolist() == list(range(100, 106, every))
+
+
+def test_values_logged_before_anything_of_their_step_is_seen() -> None:
+    model = mlp()
+    optimizer = sgd(model)
+    with tbhooks.watch(model, every=2) as watching:
+        for i in range(6):
+            watching.log({"i": i})
+            train(model, 1, optimizer)
+    steps, values = watching.history.scalar("train/i")
+    assert steps == values.tolist() == [0, 2, 4]
+
+
+def test_reading_from_another_thread_moves_nothing() -> None:
+    model = mlp()
+    optimizer = sgd(model)
+    done = threading.Event()
+    with tbhooks.watch(model, every=1) as watching:
+
+        def poll() -> None:
+            while not done.is_set():
+                _ = watching.latest
+
+        reader = threading.Thread(target=poll)
+        reader.start()
+        for i in range(200):
+            train(model, 1, optimizer)
+            watching.log({"i": i})
+        done.set()
+        reader.join()
+    assert steps_of(watching.history) == list(range(200))
+    assert watching.history.scalar("train/i")[1].tolist() == list(range(200))
+
+
+def test_an_explicit_step_after_counted_forwards_ends_the_open_one() -> None:
+    model = mlp()
+    with tbhooks.watch(model, every=1, step="forward") as watching:
+        forward(model)
+        forward(model)
+        watching.step(77)
+        forward(model)
+        watching.step(78)
+    assert steps_of(watching.history) == [0, 77, 78]
+    assert {frame["0", "activation"].count for frame in watching.history} == {16 * 8}
+
+
+def test_loading_a_checkpoint_between_forwards_is_no_step() -> None:
+    model = mlp()
+    with tbhooks.watch(model, every=1) as watching:
+        forward(model)
+        model.load_state_dict(mlp(seed=1).state_dict())
+        train(model, 3)
+    assert watching.stats.steps == 3
+
+
+def test_lazy_modules_and_long_accumulation_are_counted_by_the_optimizer() -> None:
+    model = nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.LazyLinear(1))
+    with tbhooks.watch(model, every=1) as watching:
+        forward(model).backward()
+        optimizer = sgd(model)
+        train(model, 2, optimizer, accumulate=80)
+    assert watching.stats.steps == 2
+
+
+def test_a_fused_half_precision_optimizers_gradients_do_not_vanish_in_the_unscaling() -> None:
+    model = nn.Linear(4, 4).half()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)
+    with tbhooks.watch(model, every=1) as watching:
+        loss = model(torch.full((2, 4), 1e-4).half()).float().mean() * 1e-3
+        scaler.scale(loss).backward()
+        expected = float(model.weight.grad.double().norm()) / 65536.0
+        scaler.step(optimizer)
+    assert watching.latest["weight", "weight_gradient"].norm == pytest.approx(expected, rel=1e-5)
+    assert expected > 0
 
 
 def test_logged_tensors_may_be_overwritten_afterwards() -> None:

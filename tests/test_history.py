@@ -13,7 +13,7 @@ import pytest
 
 from tbhooks import history as history_module
 from tbhooks import stats
-from tbhooks.errors import ArgumentError
+from tbhooks.errors import ArgumentError, UnknownSiteError
 from tbhooks.frame import Frame, Site
 from tbhooks.history import History
 from tests import reference
@@ -139,10 +139,14 @@ def test_a_series_leaves_out_steps_that_did_not_see_the_site() -> None:
     assert values.tolist() == [1.0, 0.0]
 
 
-def test_a_series_nobody_saw_is_empty() -> None:
-    steps, values = filled(3).series("nowhere", "activation", "mean")
-    assert steps == []
-    assert values.size == 0
+def test_a_series_nobody_saw_names_the_nearest() -> None:
+    with pytest.raises(UnknownSiteError, match="no frame has the activation of 'nowhere'"):
+        filled(3).series("nowhere", "activation", "mean")
+    assert History().series("nowhere", "activation", "mean")[0] == []
+
+
+def test_a_history_can_be_sliced() -> None:
+    assert [frame.step for frame in filled(5)[-2:]] == [3, 4]
 
 
 @pytest.mark.parametrize("frames", [0, 2])
@@ -158,7 +162,9 @@ def test_a_scalar_is_steps_and_values() -> None:
     steps, values = history.scalar("loss")
     assert steps == [0, 1, 3]
     assert values.tolist() == [1.0, 0.5, 9.0]
-    assert history.scalar("nothing")[0] == []
+    with pytest.raises(UnknownSiteError, match="did you mean 'loss'"):
+        history.scalar("losss")
+    assert History().scalar("nothing")[0] == []
 
 
 # --- Elsewhere ------------------------------------------------------------------------------------

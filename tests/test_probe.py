@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -245,6 +246,87 @@ def test_tensors_without_memory_of_their_own_do_no_harm() -> None:
     assert ("0", "activation") in watching.latest
 
 
+def test_zeros_that_autograd_makes_without_memory_are_read_as_zeros() -> None:
+    class Signs(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.sgn(x)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), Signs(), nn.Linear(4, 1))
+    with tbhooks.watch(model, every=1) as watching:
+        train(model, 1)
+    assert watching.latest["0", "gradient"].zero_fraction == 1.0
+
+
+def test_parameters_without_data_cost_nobody_else_anything() -> None:
+    model = mlp()
+    model.later = nn.Linear(3, 3, device="meta")
+    model.forward = lambda x: model[2](model[1](model[0](x)))  # type: ignore[method-assign]
+    optimizer = torch.optim.SGD([*model[0].parameters(), *model[2].parameters()], lr=0.1)
+    with tbhooks.watch(model, every=1) as watching:
+        train(model, 3, optimizer)
+    assert steps_of(watching.history) == [0, 1, 2]
+    assert "no data" in watching.stats.unseen["weight/later.weight"]
+    assert watching.stats.errors == 0
+
+
+def test_a_default_device_of_the_users_is_not_ours() -> None:
+    model = mlp()
+    x = torch.randn(16, 4)
+    optimizer = sgd(model)
+    with tbhooks.watch(model, every=1) as watching, torch.device("meta"):
+        model(x).sum().backward()
+        optimizer.step()
+    assert watching.latest["0", "activation"].count == 16 * 8
+
+
+def test_scripted_modules_are_skipped_and_said() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), torch.jit.script(nn.Linear(8, 1)))
+    with tbhooks.watch(model, every=1) as watching:
+        train(model, 1)
+    assert "scripted" in watching.stats.unseen["1"]
+    assert ("0", "activation") in watching.latest
+    assert ("1.weight", "update") in watching.latest
+
+
+def test_modules_that_run_in_several_threads_do_not_mix() -> None:
+    class Threads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList(nn.Linear(256, 256) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            with ThreadPoolExecutor(4) as pool:
+                return torch.stack(list(pool.map(lambda part: part(x).sum(), self.parts))).sum()
+
+    model = Threads()
+    with tbhooks.watch(model, every=1, step="manual") as watching:
+        for _ in range(5):
+            model(torch.randn(256, 256)).backward()
+            watching.step()
+            counts = [watching.latest[f"parts.{i}", "activation"].count for i in range(4)]
+            assert counts == [256 * 256] * 4
+
+
+def test_a_step_tried_twice_counts_its_gradients_once() -> None:
+    model = mlp()
+    optimizer = sgd(model)
+    tries: list[int] = []
+
+    def fails_once(*_: Any) -> None:
+        tries.append(1)
+        if len(tries) == 1:
+            raise ValueError("not yet")
+
+    optimizer.register_step_pre_hook(fails_once)
+    with tbhooks.watch(model, every=1) as watching:
+        forward(model).backward()
+        with pytest.raises(ValueError, match="not yet"):
+            optimizer.step()
+        optimizer.step()
+    assert watching.latest["0.weight", "weight_gradient"].count == 4 * 8
+
+
 def test_conjugate_and_negative_views_are_read_as_they_mean() -> None:
     model = nn.Identity()
     x = torch.complex(torch.ones(3), torch.full((3,), 2.0))
@@ -417,7 +499,7 @@ def test_a_model_compiled_before_the_watch_warns_instead_of_logging_nothing(capl
         for _ in range(3):
             forward(compiled).backward()
             optimizer.step()
-    assert sum("compiled" in record.message for record in caplog.records) == 1
+    assert sum("Compiled models" in record.message for record in caplog.records) == 1
     assert ("0.weight", "weight_gradient") in watching.latest
     assert watching.stats.errors == 0
 

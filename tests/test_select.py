@@ -167,7 +167,6 @@ def _is_first(path: str, module: nn.Module) -> bool:
     ("include", "expected"),
     [
         (None, SMALL_PATHS),
-        ([], SMALL_PATHS),
         ("*", SMALL_PATHS),
         ("(root)", ["(root)"]),
         ("encoder", ["encoder"]),

@@ -442,7 +442,7 @@ def test_a_directory_gets_one_writer_that_is_closed_with_the_watch(
     w = tbhooks.watch(model, kind(tmp_path / "new" / "run"), every=1)
     (sink,) = w._sinks
     assert isinstance(sink, TensorBoardSink)
-    assert sink.logdir == str(tmp_path / "new" / "run")
+    assert sink.destination == str(tmp_path / "new" / "run")
     frames.train(model, 4)
     w.close()
     assert sink._is_closed()
@@ -600,6 +600,19 @@ def test_a_tensorboardx_writer_gets_the_same_and_tensorboard_reads_it(
     array = tensor_util.make_ndarray(tensor_values(tmp_path)[1, "tbhooks/weight"].tensor)
     wanted = [i for i, site in enumerate(kept.frames[1].sites) if site.kind == "weight"]
     np.testing.assert_allclose(decode_values(array), kept.frames[1].values[wanted], rtol=1e-5)
+
+
+def test_a_subclass_of_tensorboardxs_writer_works_too(tmp_path: Path) -> None:
+    module = pytest.importorskip("tensorboardX")
+    writer = type("Mine", (module.SummaryWriter,), {})(str(tmp_path))
+    model = frames.make_model()
+    with tbhooks.watch(model, writer, every=1) as w:
+        frames.train(model, 1)
+    writer.add_scalar("mine", 1.0, 0)
+    writer.close()
+    assert w.stats.errors == 0
+    assert frames.scalar_series(tmp_path, "mine") == {0: 1.0}
+    assert frames.scalar_series(tmp_path, "activation.std/0")
 
 
 def test_a_tensorboardx_writer_closed_before_the_watch_has_every_step_that_had_ended(

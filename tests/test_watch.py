@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import math
 import pickle
+import signal
 import subprocess
 import sys
 import weakref
@@ -45,6 +47,62 @@ def test_paused_takes_every_hook_off_and_goes_on_afterwards() -> None:
     assert watching.latest.step == 3
     assert watching.latest["0", "activation"].count == 16 * 8
     assert not any(frame.sites for frame in watching.history if frame.step in (1, 2))
+
+
+def test_pauses_may_be_nested() -> None:
+    model = mlp()
+    with tbhooks.watch(model, every=1) as watching, watching.paused():
+        with watching.paused():
+            pass
+        assert zoo.hook_count(model) == 0
+        train(model, 1)
+    assert watching.latest is None
+    assert watching.stats.logged == 0
+
+
+def test_a_small_model_that_logs_every_step_drops_none(tmp_path: Path) -> None:
+    model = mlp()
+    with tbhooks.watch(model, tmp_path, every=1) as watching:
+        train(model, 300)
+    assert watching.stats.dropped == 0
+    assert watching.stats.logged == 300
+
+
+def test_a_later_chdir_sends_nothing_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = mlp()
+    with tbhooks.watch(model, "run", every=1) as watching:
+        train(model, 1)
+        (tmp_path / "elsewhere").mkdir()
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        train(model, 1)
+    assert watching.stats.errors == 0
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()].count("run") == 1
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_two_watches_on_one_writer_are_told_that_they_mix(tmp_path: Path) -> None:
+    model, other = mlp(), mlp()
+    with SummaryWriter(str(tmp_path)) as writer, tbhooks.watch(model, writer), tbhooks.watch(other, writer) as second:
+        assert any("another open watch" in message for message in second.stats.messages)
+
+
+def test_the_last_watch_to_close_gives_sigterm_back() -> None:
+    model = mlp()
+    before = signal.getsignal(signal.SIGTERM)
+    with tbhooks.watch(model), tbhooks.watch(model):
+        pass
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_rank_without_a_world_is_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    for rank, world in (("3", "1"), ("abc", "2"), ("2", "")):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("WORLD_SIZE", world)
+        model = mlp()
+        with tbhooks.watch(model, every=1) as watching:
+            train(model, 1)
+        assert watching.latest.rank == 0
 
 
 def test_two_watches_on_one_model_and_closing_one_leaves_the_other() -> None:
@@ -131,6 +189,7 @@ def test_a_list_of_sinks_each_gets_every_frame(tmp_path: Path) -> None:
 
 def test_other_ranks_open_no_file_and_put_on_no_hook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     model = mlp()
     with tbhooks.watch(model, tmp_path / "run", every=1) as watching:
         assert zoo.hook_count(model) == 0
@@ -209,6 +268,10 @@ def test_every_is_a_whole_number_of_at_least_one(every: Any) -> None:
         ({"writer": 3}, "writer is a SummaryWriter .* not 3"),
         ({"writer": SummaryWriter}, "writer is a SummaryWriter"),
         ({"writer": [None]}, "writer is a SummaryWriter"),
+        ({"writer": sys.stderr}, "writer is a SummaryWriter"),
+        ({"kinds": None}, "kinds is a list"),
+        ({"kinds": 5}, "kinds is a list"),
+        ({"include": []}, "include is an empty list"),
         ({"kinds": ("activation", "gradients")}, "unknown kind 'gradients': did you mean 'gradient'"),
         ({"kinds": ()}, "at least one of"),
         ({"kinds": "weights"}, "did you mean 'weight'"),
@@ -240,7 +303,18 @@ def test_a_wrong_argument_leaves_no_file_behind(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("value", [torch.ones(2), "1.0x", None, torch.ones(1, dtype=torch.complex64), object()])
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.ones(2),
+        "1.0x",
+        None,
+        torch.ones(1, dtype=torch.complex64),
+        object(),
+        10**400,
+        torch.ones(1, device="meta"),
+    ],
+)
 def test_log_takes_one_number_a_name(value: Any) -> None:
     model = mlp()
     with tbhooks.watch(model, every=1) as watching, pytest.raises(tbhooks.ArgumentError, match="loss"):
@@ -275,3 +349,6 @@ def test_reading_a_wrong_place_names_the_nearest() -> None:
         _ = watching.latest["0", "activation"].stdd
     with pytest.raises(tbhooks.ArgumentError):
         watching.latest["0"]  # type: ignore[index]
+    with pytest.raises(tbhooks.ArgumentError):
+        watching.latest[["0"], "activation"]  # type: ignore[index]
+    assert math.isnan(watching.latest["0", "activation"].ratio)

@@ -78,7 +78,8 @@ class TensorBoardSink:
         use_fast_crc()
 
     @property
-    def logdir(self) -> str:
+    def destination(self) -> str:
+        """The run's directory."""
         return str(getattr(self._writer, "log_dir", None) or self._writer.logdir)
 
     def drain_before_close(self, drain: Callable[[], None]) -> None:
@@ -145,12 +146,14 @@ class TensorBoardSink:
 def _open(directory: str | Path) -> Any:
     from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415  slow to import, and not always needed
 
-    return SummaryWriter(str(directory))
+    where = str(directory)
+    # Every record opens the file anew: a later chdir must not send it elsewhere.
+    return SummaryWriter(where if "://" in where else str(Path(where).expanduser().absolute()))
 
 
 def _event_class(writer: Any) -> Any:
     """The Event class of the writer's own package: tensorboardX carries its own protocol buffers."""
-    if type(writer).__module__.partition(".")[0] != "tensorboardX":
+    if not any(base.__module__.partition(".")[0] == "tensorboardX" for base in type(writer).__mro__):
         return event_pb2.Event
     from tensorboardX.proto.event_pb2 import Event  # noqa: PLC0415  only if the user has it
 
