@@ -1,9 +1,9 @@
-"""The numbers of one logged step: fixed-width records on the device, one copy, and the frame they become.
+"""The numbers of one logged step: fixed-width records on the device, and the one copy that moves them.
 
 Every reduced tensor takes the next record of a preallocated buffer; which site it belongs to stays in
 Python. So the calls of a shared module, micro-batches and outputs passed on unchanged cost no device
-work: records are merged on the CPU, by the thread that resolves the copy. `_copy_out` is the only place
-of the capture side that moves data to the host.
+work: records are merged on the host (pending.py). `_copy_out` is the only place of the capture side that
+moves data there.
 """
 
 from __future__ import annotations
@@ -11,16 +11,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import TypeVar
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from tbhooks import buckets, kernel, rows, stats
-from tbhooks.frame import Frame, Site
+from tbhooks.frame import Site
+from tbhooks.pending import Copy, Pending, Scalars, Span
 
 # Torch reductions make temporaries of the tensor's size: larger tensors are read in parts this long.
 PART = 1 << 22
@@ -31,9 +28,6 @@ MOST_BYTES = 256 << 20
 MOST_COUNT = 2**31 - 1
 
 NO_SITE = -1
-Number = TypeVar("Number", np.float64, np.int64)
-Span = tuple[int, int, int]
-"""Where one reduced tensor lies: buffer number, first record, one past the last."""
 
 
 class Buffer:
@@ -88,7 +82,7 @@ class Buffer:
             self._grow(needed)
         elif self.with_buckets:
             self._chunks[0][: self.used].zero_()
-        self.used = 0
+        self.used, self.overflowed = 0, False
 
     def _grow(self, records: int) -> None:
         with torch.inference_mode(False):  # a tensor made inside it could not be written outside
@@ -98,27 +92,6 @@ class Buffer:
             if self.with_buckets:
                 counts = chunk[:, self.row_bytes :].view(torch.int32)[:, : buckets.SLOTS]
                 self._counts += counts.unbind()
-
-
-@dataclass(frozen=True)
-class Copy:
-    """Records on their way to the host."""
-
-    host: Tensor
-    row_type: torch.dtype
-    event: torch.cuda.Event | None
-
-    def wait(self) -> None:
-        if self.event is not None:
-            self.event.synchronize()
-
-    def rows(self) -> stats.Floats:
-        data = self.host[:, : stats.WIDTH * self.row_type.itemsize].view(self.row_type)
-        return np.asarray(data, dtype=np.float64)
-
-    def counts(self) -> stats.Counts:
-        data = self.host[:, stats.WIDTH * self.row_type.itemsize :].view(torch.int32)
-        return np.asarray(data[:, : stats.BUCKETS], dtype=np.int64)
 
 
 def _copy_out(buffer: Buffer) -> Copy:
@@ -167,8 +140,8 @@ class Recorder:
         self._buffers: list[Buffer] = []
         self._number: dict[tuple[torch.device, bool], int] = {}
         self.calls: list[tuple[int, Span]] = []
-        self._scalars: dict[str, Span | float] = {}
-        self._earlier: dict[int, dict[str, Span | float]] = {}
+        self._scalars: Scalars = {}
+        self._earlier: dict[int, Scalars] = {}
 
     def wants(self, *kinds: str) -> bool:
         """Whether any of these kinds was asked for."""
@@ -240,14 +213,14 @@ class Recorder:
 
     @property
     def overflowed(self) -> bool:
-        """Whether any step made more calls than a buffer may hold; the rest of such a step is missing."""
+        """Whether the step made more calls than a buffer may hold; the rest of it is missing."""
         return any(buffer.overflowed for buffer in self._buffers)
 
     @property
     def scalar_tags(self) -> frozenset[str]:
         return frozenset(self._scalars)
 
-    def scalars_alone(self, step: int, rank: int, scalars: dict[str, Span | float]) -> Pending:
+    def scalars_alone(self, step: int, rank: int, scalars: Scalars) -> Pending:
         """A step's scalars that need no copy, for a step that was handed over before they came."""
         return Pending(step, time.time(), rank, [], self._kinds, False, {}, [], scalars, {})
 
@@ -307,83 +280,3 @@ class Recorder:
             if self.with_buckets:
                 buffer.counts(record)[stats.MIDDLE].fill_(zeros)
         return number, start, buffer.used
-
-
-@dataclass(frozen=True)
-class Pending:
-    """A step whose copy is under way. `frames` waits for it; nothing here touches the device."""
-
-    step: int
-    time: float
-    rank: int
-    sites: list[Site]
-    kinds: frozenset[str]
-    with_buckets: bool
-    copies: dict[int, Copy]
-    calls: list[tuple[int, Span]]
-    scalars: dict[str, Span | float]
-    earlier: dict[int, dict[str, Span | float]]
-
-    @property
-    def nbytes(self) -> int:
-        """What it holds of the host's memory until it is written."""
-        return sum(copy.host.nbytes for copy in self.copies.values())
-
-    def frames(self) -> list[Frame]:
-        """The step's frame, after what is only now known of earlier ones."""
-        for copy in self.copies.values():
-            copy.wait()
-        rows = {i: copy.rows() for i, copy in self.copies.items()}
-        late = [self._scalar_frame(step, scalars, rows) for step, scalars in self.earlier.items()]
-        if not self.calls:
-            return [*late, self._scalar_frame(self.step, self.scalars, rows)] if self.scalars else late
-        return [*late, self._frame(rows)]
-
-    def _scalar_frame(self, step: int, scalars: dict[str, Span | float], rows: dict[int, stats.Floats]) -> Frame:
-        nothing = np.zeros((0, 0), dtype=np.int64)
-        return Frame(step, self.time, self.rank, (), stats.empty_rows(0), nothing, scalars=_read(scalars, rows))
-
-    def _frame(self, rows: dict[int, stats.Floats]) -> Frame:
-        order = list(dict.fromkeys(site for site, _ in self.calls))
-        owner, record = self._records({site: i for i, site in enumerate(order)})
-        values = stats.merge(_gather(rows, record, stats.WIDTH), owner, len(order))
-        self._set_update_base(order, values)
-        counts = np.zeros((len(order), 0), dtype=np.int64)
-        if self.with_buckets:
-            host_counts = {i: copy.counts() for i, copy in self.copies.items()}
-            counts = stats.merge_counts(_gather(host_counts, record, stats.BUCKETS), owner, len(order))
-        shown = [i for i, site in enumerate(order) if self.sites[site].kind in self.kinds]
-        sites = tuple(self.sites[order[i]] for i in shown)
-        scalars = _read(self.scalars, rows)
-        return Frame(self.step, self.time, self.rank, sites, values[shown], counts[shown], scalars=scalars)
-
-    def _records(self, position: dict[int, int]) -> tuple[NDArray[np.intp], list[tuple[int, int]]]:
-        """The frame row each record merges into, and where each record lies."""
-        owner, record = [], []
-        for site, (number, start, stop) in self.calls:
-            for i in range(start, stop):
-                owner.append(position[site])
-                record.append((number, i))
-        return np.array(owner, dtype=np.intp), record
-
-    def _set_update_base(self, order: list[int], values: stats.Floats) -> None:
-        """An update is measured against the weight it changed, which was reduced in the same step."""
-        weight = {self.sites[site].path: i for i, site in enumerate(order) if self.sites[site].kind == "weight"}
-        for i, site in enumerate(order):
-            if self.sites[site].kind == "update":
-                values[i, stats.BASE] = np.square(stats.STATS["norm"](values[weight[self.sites[site].path]]))
-
-
-def _gather(hosts: dict[int, NDArray[Number]], record: list[tuple[int, int]], width: int) -> NDArray[Number]:
-    if len(hosts) == 1:
-        (number,) = hosts
-        return hosts[number][[i for _, i in record]]
-    parts = [hosts[number][i] for number, i in record]
-    return np.stack(parts) if parts else np.zeros((0, width))  # type: ignore[return-value]
-
-
-def _read(scalars: dict[str, Span | float], rows: dict[int, stats.Floats]) -> dict[str, float]:
-    return {
-        tag: float(rows[value[0]][value[1], stats.MEAN]) if isinstance(value, tuple) else float(value)
-        for tag, value in scalars.items()
-    }

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from tbhooks.buffer import Pending, Recorder
+from tbhooks.buffer import Recorder
 from tbhooks.clock import Clock
 from tbhooks.parameters import ParameterReader
+from tbhooks.pending import Pending
 from tbhooks.probe import Probe
 from tbhooks.report import Report
 from tbhooks.select import Selector, unwrap

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from tbhooks import outputs, select
-from tbhooks.buffer import NO_SITE, Recorder, Span
+from tbhooks.buffer import NO_SITE, Recorder
 from tbhooks.frame import Site
+from tbhooks.pending import Span
 from tbhooks.report import Report
 from tbhooks.rows import describe, has_no_data
 
@@ -212,7 +213,7 @@ class Probe:
         if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
             return
         with self._report.guarded(f"hook on {hook.path}", failed=hook.disable), torch.no_grad():
-            if not self._is_read():
+            if not self._is_read() or self._recorder.overflowed:
                 return
             self._report.hooks_fired += 1
             self._called.add(hook.path)

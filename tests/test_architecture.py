@@ -16,7 +16,19 @@ import tbhooks
 PACKAGE = Path(tbhooks.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-CAPTURE = {"select", "rows", "buckets", "buffer", "probe", "parameters", "clock", "loop", "outputs"}
+CAPTURE = {
+    "select",
+    "rows",
+    "buckets",
+    "kernel",
+    "buffer",
+    "pending",
+    "probe",
+    "parameters",
+    "clock",
+    "loop",
+    "outputs",
+}
 WITHOUT_TORCH = {"stats", "frame", "errors", "history", "rules"}
 HOOKS = {"register_forward_hook", "register_forward_pre_hook", "register_hook"}
 WAITS_FOR_THE_DEVICE = {"item", "cpu", "tolist", "numpy"}

@@ -41,7 +41,7 @@ def test_the_demo_trains_shows_what_it_saw_and_says_how_to_look(tmp_path: Path) 
     assert len(list((tmp_path / "runs/digits").glob("events*"))) == 1
 
 
-def test_the_demo_refuses_a_wrong_every() -> None:
-    done = run("demo", "--every", "0")
+def test_the_demo_refuses_a_wrong_every(tmp_path: Path) -> None:
+    done = run("demo", "--every", "0", cwd=tmp_path)
     assert done.returncode == 1
     assert "every is a whole number of at least 1" in done.stderr
