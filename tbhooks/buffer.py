@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -105,19 +105,15 @@ def _copy_out(buffer: Buffer) -> Copy:
     return Copy(host, buffer.row_type, event)
 
 
-def reduce(numbers: Tensor, row: Tensor, counts: Tensor | None) -> None:
-    """A real, flat tensor into its record, by the C kernel where it can."""
-    if kernel.can_read(numbers):
-        kernel.reduce(numbers, row, counts)
-        return
+Reduce = Callable[[Tensor, Tensor, Tensor | None], None]
+"""A real, flat tensor into its record: the row, and the bucket counts if there are any."""
+
+
+def reduce_by_torch(numbers: Tensor, row: Tensor, counts: Tensor | None) -> None:
+    """For devices, and where there is no C kernel."""
     rows.write_row(numbers, row)
     if counts is not None:
         buckets.add_counts(numbers, counts)
-
-
-def _parts(numbers: Tensor) -> Iterable[Tensor]:
-    longest = MOST_COUNT if kernel.can_read(numbers) else PART
-    return torch.split(rows.flat(numbers), longest) if numbers.numel() > longest else (numbers,)
 
 
 def _difference(after: Tensor, before: Tensor) -> Tensor:
@@ -188,7 +184,8 @@ class Recorder:
             if kernel.can_read(after) and kernel.can_read(before) and after.numel() <= MOST_COUNT:
                 span = self._record_difference(after, before)
             else:
-                span = self._record_dense(_difference(after, before))
+                with torch.no_grad():
+                    span = self._record_dense(_difference(after, before))
             if span is not None:
                 self.calls.append((site, span))
 
@@ -243,12 +240,19 @@ class Recorder:
         return number, self._buffers[number]
 
     def _record_dense(self, tensor: Tensor) -> Span | None:
-        numbers = tensor if kernel.can_read(tensor) else rows.readable(tensor)
-        if numbers is None:
-            return None
+        if kernel.can_read(tensor):
+            return self._record_parts(tensor, MOST_COUNT, kernel.reduce)
+        with torch.no_grad():
+            numbers = rows.readable(tensor)
+            if numbers is None:
+                return None
+            by_kernel = kernel.can_read(numbers)
+            return self._record_parts(numbers, *((MOST_COUNT, kernel.reduce) if by_kernel else (PART, reduce_by_torch)))
+
+    def _record_parts(self, numbers: Tensor, longest: int, reduce: Reduce) -> Span:
         number, buffer = self._buffer(numbers.device)
         start = buffer.used
-        for part in _parts(numbers):
+        for part in (numbers,) if numbers.numel() <= longest else torch.split(rows.flat(numbers), longest):
             record = buffer.take()
             if record is None:
                 break
@@ -265,7 +269,8 @@ class Recorder:
         return number, record, record + 1
 
     def _record_sparse(self, tensor: Tensor) -> Span | None:
-        present = tensor.detach().coalesce().values()
+        with torch.no_grad():
+            present = tensor.detach().coalesce().values()
         span = self._record_dense(present)
         if span is None:
             return None

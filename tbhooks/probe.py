@@ -60,9 +60,6 @@ class ForwardHook(_Unkept):
         if not self.broken:
             self.probe.saw_output(self, output)
 
-    def disable(self) -> None:
-        self.broken = True
-
     def site_numbers(self, index: str) -> tuple[int, int]:
         """The numbers of this output's activation and gradient."""
         if index not in self.sites:
@@ -212,28 +209,39 @@ class Probe:
     def saw_output(self, hook: ForwardHook, output: object) -> None:
         if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
             return
-        with self._report.guarded(f"hook on {hook.path}", failed=hook.disable), torch.no_grad():
+        report = self._report
+        started = report.enter()
+        try:
             if not self._is_read() or self._recorder.overflowed:
                 return
-            self._report.hooks_fired += 1
+            report.hooks_fired += 1
             self._called.add(hook.path)
             found = outputs.tensors(output)
             if not found:
-                self._report.cannot_see(hook.path, f"its output, a {type(output).__name__}, shows no tensor")
+                report.cannot_see(hook.path, f"its output, a {type(output).__name__}, shows no tensor")
             for index, tensor in found:
                 self._saw_tensor(hook, index, tensor)
+        except Exception as problem:
+            hook.broken = True
+            report.error(f"hook on {hook.path}", problem)
+        finally:
+            report.leave(started)
 
     def saw_gradient(self, hook: GradientHook, gradient: Tensor) -> None:
-        with self._report.guarded("gradient hook"), torch.no_grad():
+        report = self._report
+        started = report.enter()
+        try:
             hook.fired = True
-            self._report.hooks_fired += 1
-            if has_no_data(gradient):
-                return
+            report.hooks_fired += 1
             first, *others = hook.sites
             span = self._recorder.record(first, gradient)
             if span is not None:
                 for site in others:
                     self._recorder.share(site, span)
+        except Exception as problem:
+            report.error("gradient hook", problem)
+        finally:
+            report.leave(started)
 
     def admits(self, model: nn.Module) -> bool:
         """Evaluation passes are not read, unless the model has never been seen training."""

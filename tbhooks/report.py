@@ -9,7 +9,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 logger = logging.getLogger("tbhooks")
@@ -66,20 +66,28 @@ class Report:
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
     @contextlib.contextmanager
-    def guarded(self, where: str, failed: Callable[[], None] | None = None) -> Iterator[None]:
+    def guarded(self, where: str) -> Iterator[None]:
         """Keeps every exception of ours away from training, and adds up the time spent."""
-        outermost, self._guarding = not self._guarding, True
-        started = time.perf_counter()
+        started = self.enter()
         try:
             yield
         except Exception as problem:  # whatever it is, it is ours and not the user's
             self.error(where, problem)
-            if failed is not None:
-                failed()
         finally:
-            if outermost:
-                self._guarding = False
-                self.seconds_training += time.perf_counter() - started
+            self.leave(started)
+
+    def enter(self) -> float | None:
+        """The time at which our work in the training thread begins; None inside work that has begun already."""
+        if self._guarding:
+            return None
+        self._guarding = True
+        return time.perf_counter()
+
+    def leave(self, started: float | None) -> None:
+        """Adds up the time since `enter`. The two spell `guarded` out where microseconds count."""
+        if started is not None:
+            self._guarding = False
+            self.seconds_training += time.perf_counter() - started
 
     def error(self, where: str, problem: BaseException) -> None:
         """Counts an exception of ours and tells each kind of it once."""

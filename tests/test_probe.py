@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import tbhooks
-from tbhooks import buffer
+from tbhooks.buffer import Recorder
 from tests import twin, zoo
 from tests.loops import forward, mlp, sgd, steps_of, train
 
@@ -54,17 +54,17 @@ def test_an_output_returned_unchanged_is_read_once_and_shown_for_every_module() 
 
 def count_reductions(run: Any) -> int:
     calls: list[int] = []
-    original = buffer.reduce
+    original = Recorder._record_parts
 
-    def counted(*arguments: Any) -> None:
+    def counted(*arguments: Any) -> Any:
         calls.append(1)
-        original(*arguments)
+        return original(*arguments)
 
-    buffer.reduce = counted
+    Recorder._record_parts = counted
     try:
         run()
     finally:
-        buffer.reduce = original
+        Recorder._record_parts = original
     return len(calls)
 
 
@@ -181,7 +181,7 @@ def test_a_failing_hook_never_reaches_training_and_is_told_once(
 
     model = mlp()
     with caplog.at_level(logging.ERROR, "tbhooks"), tbhooks.watch(model, every=1) as watching:
-        monkeypatch.setattr(buffer, "reduce", broken)
+        monkeypatch.setattr(Recorder, "_record_parts", broken)
         train(model, 3)
         monkeypatch.undo()
         train(model, 1)
