@@ -151,8 +151,8 @@ def quantile(values: Floats, counts: Counts, q: float) -> Floats:
         rank = target - (below[rows, bucket] - counts[rows, bucket])
         start = density[rows, bucket] - slope * width[rows, bucket] / 2
         away = 2 * rank / (start + np.sqrt(np.maximum(start**2 + 2 * slope * rank, 0.0)))
-        away = np.clip(np.nan_to_num(away, nan=0.0), 0.0, width[rows, bucket])
-        return np.where(total > 0, left[rows, bucket] + away, np.nan)
+        found = left[rows, bucket] + np.nan_to_num(away, nan=0.0)
+        return np.where(total > 0, np.clip(found, left[rows, bucket], right[rows, bucket]), np.nan)
 
 
 def _slope(density: Floats, middle: Floats, width: Floats, bucket: NDArray[np.intp]) -> Floats:
