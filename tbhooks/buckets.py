@@ -6,8 +6,6 @@ table. No range has to be known first, so there is no extra pass and no sync, an
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
@@ -21,8 +19,20 @@ REJECTED = BUCKETS
 _LAYOUT = {torch.float32: (torch.int32, 22, 8), torch.float64: (torch.int64, 51, 11)}
 
 
-@lru_cache(maxsize=16)
-def _table(dtype: torch.dtype, device: torch.device) -> Tensor:
+# On each device once, for each of the two formats.
+_tables: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+
+def _table(like: Tensor) -> Tensor:
+    key = (like.dtype, like.device)
+    if key not in _tables:
+        with torch.inference_mode(False):
+            made = _bucket_of_bits(like.dtype)
+            _tables[key] = like.detach().new_empty(made.shape, dtype=made.dtype).copy_(made)
+    return _tables[key]
+
+
+def _bucket_of_bits(dtype: torch.dtype) -> Tensor:
     """Bucket of every (sign, exponent, top mantissa bit), laid out so that the shifted bits index it.
 
     The shift is arithmetic: negative numbers give negative indices, which count from the table's end.
@@ -35,12 +45,12 @@ def _table(dtype: torch.dtype, device: torch.device) -> Tensor:
     infinite = bits >= half - 2
     positive = torch.where(infinite, REJECTED, MIDDLE + above)
     negative = torch.where(infinite, REJECTED, MIDDLE - above)
-    return torch.cat([positive, negative]).to(device)
+    return torch.cat([positive, negative])
 
 
 def add_counts(numbers: Tensor, out: Tensor) -> None:
     """Adds the bucket counts of a real, flat tensor to the `SLOTS` integers of `out`."""
     wide = numbers if numbers.dtype in _LAYOUT else numbers.float()
     integer, shift, _ = _LAYOUT[wide.dtype]
-    bucket = _table(wide.dtype, wide.device)[wide.contiguous().view(integer) >> shift]
+    bucket = _table(wide)[wide.contiguous().view(integer) >> shift]
     out.scatter_add_(0, bucket, torch.ones_like(out[:1]).expand(bucket.shape))

@@ -33,9 +33,12 @@ NO_SITE = -1
 class Buffer:
     """Records of one device, handed out in order and copied out together."""
 
-    def __init__(self, device: torch.device, with_buckets: bool, capacity: int) -> None:
-        self.device = device
+    def __init__(self, like: Tensor, with_buckets: bool, capacity: int) -> None:
+        self.device = device = like.device
         self.with_buckets = with_buckets
+        # Made by a tensor that is there already, which works on every device there is; on a CPU it could be a
+        # subclass that makes its own kind.
+        self._like = torch.zeros((), device="cpu") if device.type == "cpu" else like.detach().new_zeros(())
         # Devices without float64 keep float32 rows; counts are then exact to 2**24.
         self.row_type = torch.float32 if device.type == "mps" else torch.float64
         unit = self.row_type.itemsize
@@ -86,7 +89,7 @@ class Buffer:
 
     def _grow(self, records: int) -> None:
         with torch.inference_mode(False):  # a tensor made inside it could not be written outside
-            chunk = torch.zeros(records, self.record_bytes, dtype=torch.uint8, device=self.device)
+            chunk = self._like.new_zeros((records, self.record_bytes), dtype=torch.uint8)
             self._chunks.append(chunk)
             self._rows += chunk[:, : self.row_bytes].view(self.row_type).unbind()
             if self.with_buckets:
@@ -202,7 +205,7 @@ class Recorder:
         if not isinstance(value, Tensor):
             scalars[tag] = value
             return
-        number, buffer = self._buffer(value.device)
+        number, buffer = self._buffer(value)
         record = buffer.take()
         if record is not None:
             buffer.row(record)[stats.MEAN].copy_(value.detach().reshape(()))
@@ -231,11 +234,12 @@ class Recorder:
         self.restart()
         return pending
 
-    def _buffer(self, device: torch.device) -> tuple[int, Buffer]:
-        key = (device, self.with_buckets)
+    def _buffer(self, like: Tensor) -> tuple[int, Buffer]:
+        """The buffer of a tensor's device."""
+        key = (like.device, self.with_buckets)
         if key not in self._number:
             self._number[key] = len(self._buffers)
-            self._buffers.append(Buffer(device, self.with_buckets, capacity=len(self.sites)))
+            self._buffers.append(Buffer(like, self.with_buckets, capacity=len(self.sites)))
         number = self._number[key]
         return number, self._buffers[number]
 
@@ -250,7 +254,7 @@ class Recorder:
             return self._record_parts(numbers, *((MOST_COUNT, kernel.reduce) if by_kernel else (PART, reduce_by_torch)))
 
     def _record_parts(self, numbers: Tensor, longest: int, reduce: Reduce) -> Span:
-        number, buffer = self._buffer(numbers.device)
+        number, buffer = self._buffer(numbers)
         start = buffer.used
         for part in (numbers,) if numbers.numel() <= longest else torch.split(rows.flat(numbers), longest):
             record = buffer.take()
@@ -260,7 +264,7 @@ class Recorder:
         return number, start, buffer.used
 
     def _record_difference(self, after: Tensor, before: Tensor) -> Span | None:
-        number, buffer = self._buffer(after.device)
+        number, buffer = self._buffer(after)
         record = buffer.take()
         if record is None:
             return None

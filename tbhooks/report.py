@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import textwrap
 import threading
 import time
 from collections.abc import Iterator
@@ -93,7 +94,8 @@ class Report:
         """Counts an exception of ours and tells each kind of it once."""
         self.errors += 1
         kind = type(problem).__name__
-        self.tell(f"{where}: {kind}: {problem}", level=logging.ERROR, once=f"{where}: {kind}")
+        text = textwrap.shorten(str(problem), 300)  # torch can fill pages with one
+        self.tell(f"{where}: {kind}: {text}", level=logging.ERROR, once=f"{where}: {kind}")
 
     def drop(self, why: str) -> None:
         self.dropped += 1

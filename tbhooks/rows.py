@@ -59,17 +59,17 @@ def write_row(numbers: Tensor, out: Tensor) -> None:
         write_constant(out, count=0)
         return
     wide = numbers.to(out.dtype)
-    good = wide.isfinite()
-    n = good.sum()
-    mean = wide.where(good, 0.0).sum() / n.clamp(min=1)
-    deviation = (wide - mean).where(good, 0.0)
+    bad = wide.isfinite().logical_not()
+    n = numbers.numel() - bad.sum()
+    mean = wide.masked_fill(bad, 0.0).sum() / n.clamp(min=1)
+    deviation = (wide - mean).masked_fill(bad, 0.0)
     nans = wide.isnan().sum()
     columns = (
         torch.full_like(n, numbers.numel()),
         mean,
         deviation.square().sum(),
-        wide.where(good, torch.inf).amin(),
-        wide.where(good, -torch.inf).amax(),
+        wide.masked_fill(bad, torch.inf).amin(),
+        wide.masked_fill(bad, -torch.inf).amax(),
         (wide == 0).sum(),
         nans,
         numbers.numel() - n - nans,
