@@ -8,7 +8,6 @@ should not. Mixing devices in one operation raises, as it would on a real accele
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any, ClassVar, Self, TypeVar
@@ -27,22 +26,11 @@ aten = torch.ops.aten
 
 
 class _DeviceGuard(torch._C._acc.DeviceGuard):
-    """Names the device type, also while C++ unwinds from an exception raised in a backward pass.
-
-    Python is called there with that exception still pending, and a failing answer would end the
-    process. So the exception is set aside, for `SimTensor.backward` to raise again.
+    """Names the device type. An exception inside a backward pass on this device may end the process: C++ asks
+    here with the exception still pending.
     """
 
-    set_aside: ClassVar[list[BaseException]] = []
-    # Any call through the general protocol turns a pending exception into SystemError.
-    _provoke = functools.partial(object)
-
     def type_(self) -> Any:
-        try:
-            self._provoke()
-        except SystemError as error:
-            if error.__cause__ is not None:
-                self.set_aside.append(error.__cause__)
         return torch._C._autograd.DeviceType.PrivateUse1
 
 
@@ -137,13 +125,6 @@ class SimTensor(Tensor):
     def data(self, value: SimTensor) -> None:
         _DATA.__set__(self, value)
         self.host = value.host
-
-    def backward(self, *args: Any, **kwargs: Any) -> None:
-        _DeviceGuard.set_aside.clear()
-        try:
-            super().backward(*args, **kwargs)
-        except SystemError as error:
-            raise (_DeviceGuard.set_aside or [error])[0] from None
 
     def tolist(self) -> Any:
         return self.cpu().tolist()
