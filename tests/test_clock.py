@@ -249,13 +249,20 @@ def test_an_optimizer_that_comes_late_takes_over_the_clock() -> None:
         assert watching.stats.clock == "forward"
         train(model, 2)
         assert watching.stats.clock == "optimizer"
+        assert watching.stats.steps == 2
 
 
 def test_explicit_steps_win_and_carry_their_label() -> None:
     model = mlp()
+    optimizer = sgd(model)
     with tbhooks.watch(model, every=2) as watching:
-        train(model, 5, after=lambda i, _: watching.step(1000 + i))
+        for i in range(5):
+            train(model, 1, optimizer)
+            watching.step(1000 + i)
+            _ = watching.latest  # hands the step over: what is logged now follows it, under its label
+            watching.log({"i": i})
     assert steps_of(watching.history) == [1000, 1002, 1004]
+    assert watching.history.scalar("train/i")[1].tolist() == [0, 2, 4]
     assert watching.stats.clock == "manual"
     assert watching.stats.steps == 5
 
@@ -405,6 +412,7 @@ def test_loading_a_checkpoint_between_forwards_is_no_step() -> None:
         model.load_state_dict(mlp(seed=1).state_dict())
         train(model, 3)
     assert watching.stats.steps == 3
+    assert watching.stats.messages == ()
 
 
 def test_lazy_modules_and_long_accumulation_are_counted_by_the_optimizer() -> None:

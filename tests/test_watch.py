@@ -10,6 +10,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -60,12 +61,17 @@ def test_pauses_may_be_nested() -> None:
     assert watching.stats.logged == 0
 
 
-def test_a_small_model_that_logs_every_step_drops_none(tmp_path: Path) -> None:
-    model = mlp()
-    with tbhooks.watch(model, tmp_path, every=1) as watching:
-        train(model, 300)
+def test_a_small_model_that_logs_every_step_drops_none_for_a_slow_sink() -> None:
+    class Slow(tbhooks.MemorySink):
+        def write(self, frame: tbhooks.Frame) -> None:
+            time.sleep(0.02)
+            super().write(frame)
+
+    model, sink = mlp(), Slow()
+    with tbhooks.watch(model, sink, every=1) as watching:
+        train(model, 100)
     assert watching.stats.dropped == 0
-    assert watching.stats.logged == 300
+    assert steps_of(sink.frames) == list(range(100))
 
 
 def test_a_later_chdir_sends_nothing_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
