@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from tbhooks.probe import in_backward
+from tbhooks.probe import NO_BACKWARD, backward_pass, in_backward
 from tbhooks.report import Report
 
 MODES = ("auto", "optimizer", "forward", "manual")
@@ -100,10 +100,10 @@ class Clock:
         self._auto = mode == "auto"
         self._round = Round()
         self._owned: weakref.WeakKeyDictionary[Optimizer, frozenset[int]] = weakref.WeakKeyDictionary()
-        self._closures: set[int] = set()
         self._forwards = 0
         self._versions = -1
-        self._ends_with_backward = False
+        self._ends_with = NO_BACKWARD
+        """The backward pass at whose end the step ends."""
         self._root: RemovableHandle | None = None
         self._handles: list[RemovableHandle] = []
 
@@ -152,20 +152,14 @@ class Clock:
                 if self._round.comes_again(id(optimizer)):
                     self.tick()
             if self.mode != "optimizer" or not self._round.is_late(id(optimizer)):
-                # args[0] is the optimizer itself.
-                has_closure = any(value is not None for value in (*args[1:], kwargs.get("closure")))
-                if has_closure:
-                    self._closures.add(id(optimizer))
-                self._listener.before_optimizer(optimizer, has_closure)
+                self._listener.before_optimizer(optimizer, _has_closure(args, kwargs))
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         with self._report.guarded("after the optimizer's step"):
             parameters = self._owned_by(optimizer)
             if not parameters:
                 return
-            had_closure = id(optimizer) in self._closures
-            self._closures.discard(id(optimizer))
-            self._listener.after_optimizer(optimizer, had_closure)
+            self._listener.after_optimizer(optimizer, _has_closure(args, kwargs))
             if self.mode != "optimizer":
                 return
             if in_backward():
@@ -175,12 +169,11 @@ class Clock:
 
     def _end_with_backward(self) -> None:
         """Optimizers that step inside backward, one a parameter: the step ends when backward does."""
-        if not self._ends_with_backward:
-            self._ends_with_backward = True
+        if self._ends_with != backward_pass():  # a pass that failed never calls back
+            self._ends_with = backward_pass()
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
 
     def _backward_ended(self) -> None:
-        self._ends_with_backward = False
         with self._report.guarded("after backward"):
             self.tick()
 
@@ -227,6 +220,11 @@ class Clock:
         if self._root is not None:
             self._root.remove()
             self._root = None
+
+
+def _has_closure(args: Any, kwargs: Any) -> bool:
+    """Whether `optimizer.step` was given one; args[0] is the optimizer itself."""
+    return any(value is not None for value in (*args[1:], kwargs.get("closure")))
 
 
 def _versions(model: nn.Module) -> int:

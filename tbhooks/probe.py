@@ -28,12 +28,18 @@ NEVER_CALLED = "never called as a module; its parameters are watched all the sam
 MOST_RECENT = 256
 
 
-_graph_task = getattr(torch._C, "_current_graph_task_id", lambda: -1)
+NO_BACKWARD = -1
+_graph_task = getattr(torch._C, "_current_graph_task_id", lambda: NO_BACKWARD)
+
+
+def backward_pass() -> int:
+    """The number of the backward pass autograd is running here, or NO_BACKWARD."""
+    return int(_graph_task())
 
 
 def in_backward() -> bool:
     """Whether autograd is running backward here: a forward seen now is a checkpoint being recomputed."""
-    return bool(_graph_task() != -1)
+    return backward_pass() != NO_BACKWARD
 
 
 class _Unkept:

@@ -169,6 +169,28 @@ def test_optimizers_that_step_inside_backward_make_one_step() -> None:
         assert ("0", "gradient") in kinds
 
 
+def test_a_backward_that_fails_does_not_stop_the_clock_of_optimizers_inside_it() -> None:
+    model = mlp()
+    optimizers = {p: torch.optim.SGD([p], lr=0.01) for p in model.parameters()}
+    fails = True
+
+    def step_at_once(parameter: torch.Tensor) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+        if fails:
+            raise ValueError("not yet")
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step_at_once)
+    with tbhooks.watch(model, every=1) as watching:
+        with pytest.raises(ValueError, match="not yet"):
+            forward(model).backward()
+        fails = False
+        for _ in range(3):
+            forward(model).backward()
+    assert watching.stats.steps == 3
+
+
 def test_lbfgs_steps_once_and_its_gradients_are_those_of_the_closure() -> None:
     model = mlp()
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
