@@ -11,13 +11,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from tbhooks import buckets, kernel, rows, stats
 from tbhooks.frame import Site
-from tbhooks.pending import Copy, Pending, Scalars, Span
+from tbhooks.pending import RAW_GRADIENT, Copy, Pending, Scalars, Span
 
 # Torch reductions make temporaries of the tensor's size: larger tensors are read in parts this long.
 PART = 1 << 22
@@ -28,6 +29,9 @@ MOST_BYTES = 256 << 20
 MOST_COUNT = 2**31 - 1
 
 NO_SITE = -1
+# Kinds that are read for the sake of another: an update is measured against its weight, and gradients as
+# backward left them show what clipping did to those the optimizer used.
+READ_FOR = {"weight": "update", RAW_GRADIENT: "weight_gradient"}
 
 
 class Buffer:
@@ -119,6 +123,16 @@ def reduce_by_torch(numbers: Tensor, row: Tensor, counts: Tensor | None) -> None
         buckets.add_counts(numbers, counts)
 
 
+def _reduce_divided(scale: Tensor) -> Reduce:
+    """By a tensor on the device, so without a sync; in half precision the quotient could be zero."""
+
+    def reduce(numbers: Tensor, row: Tensor, counts: Tensor | None) -> None:
+        divided = (numbers.float() if numbers.dtype.itemsize < 4 else numbers) / scale.to(numbers.device)
+        (kernel.reduce if kernel.can_read(divided) else reduce_by_torch)(divided, row, counts)
+
+    return reduce
+
+
 def _difference(after: Tensor, before: Tensor) -> Tensor:
     """In half precision the difference itself would be rounded, so it is taken in float32."""
     if after.dtype.itemsize < 4:
@@ -129,9 +143,12 @@ def _difference(after: Tensor, before: Tensor) -> Tensor:
 class Recorder:
     """Collects one logged step, on as many devices as the model uses, and knows every site by its number."""
 
-    def __init__(self, kinds: Iterable[str]) -> None:
+    def __init__(self, kinds: Iterable[str], prefix: str = "") -> None:
         self.with_buckets = False
         self._kinds = frozenset(kinds)
+        # What is put before the kinds of its sites, to tell them from those of other recorders.
+        self._prefix = prefix
+        self._shown = frozenset(prefix + kind for kind in self._kinds)
         # Modules may run in several threads, and the kernel lets others run while it reads.
         self._lock = threading.RLock()
         self.sites: list[Site] = []
@@ -139,6 +156,8 @@ class Recorder:
         self._buffers: list[Buffer] = []
         self._number: dict[tuple[torch.device, bool], int] = {}
         self.calls: list[tuple[int, Span]] = []
+        # Sites that are read several times in a step, of which the last counts.
+        self._last: dict[int, Span] = {}
         self._scalars: Scalars = {}
         self._earlier: dict[int, Scalars] = {}
 
@@ -147,18 +166,15 @@ class Recorder:
         return not self._kinds.isdisjoint(kinds)
 
     def number(self, site: Site) -> int:
-        """The site's number; NO_SITE for a kind nobody asked for.
-
-        Weights are read whenever updates are, because an update is measured against its weight.
-        """
+        """The site's number; NO_SITE for a kind nobody asked for."""
         number = self._numbers.get(site)
         if number is not None:
             return number
-        if site.kind not in self._kinds and not (site.kind == "weight" and "update" in self._kinds):
+        if site.kind not in self._kinds and READ_FOR.get(site.kind) not in self._kinds:
             return NO_SITE
         with self._lock:
             if site not in self._numbers:
-                self.sites.append(site)
+                self.sites.append(replace(site, kind=self._prefix + site.kind) if self._prefix else site)
                 self._numbers[site] = len(self.sites) - 1
             return self._numbers[site]
 
@@ -169,17 +185,30 @@ class Recorder:
 
     def restart(self) -> None:
         """Forgets what the step has recorded so far."""
-        self.calls, self._scalars, self._earlier = [], {}, {}
+        self.calls, self._last, self._scalars, self._earlier = [], {}, {}, {}
         for buffer in self._buffers:
             buffer.reset()
 
-    def record(self, site: int, tensor: Tensor) -> Span | None:
-        """Reduces a tensor for a site; None if it holds no real numbers."""
+    def record(self, site: int, tensor: Tensor, scale: Tensor | None = None) -> Span | None:
+        """Reduces a tensor for a site, divided by `scale` if there is one; None if it holds no real numbers."""
         with self._lock:
-            span = self._record_sparse(tensor) if tensor.layout is torch.sparse_coo else self._record_dense(tensor)
+            span = self._reduce(tensor, scale)
             if span is not None:
                 self.calls.append((site, span))
         return span
+
+    def record_last(self, site: int, tensor: Tensor, scale: Tensor | None = None) -> Span | None:
+        """The same, in place of what the site has recorded so."""
+        with self._lock:
+            span = self._reduce(tensor, scale)
+            if span is not None:
+                self._last[site] = span
+        return span
+
+    def _reduce(self, tensor: Tensor, scale: Tensor | None) -> Span | None:
+        if tensor.layout is torch.sparse_coo:
+            return self._record_sparse(tensor, scale)
+        return self._record_dense(tensor, scale)
 
     def record_difference(self, site: int, after: Tensor, before: Tensor) -> None:
         """Reduces `after - before` for a site; `before` may be overwritten."""
@@ -188,7 +217,7 @@ class Recorder:
                 span = self._record_difference(after, before)
             else:
                 with torch.no_grad():
-                    span = self._record_dense(_difference(after, before))
+                    span = self._record_dense(_difference(after, before), None)
             if span is not None:
                 self.calls.append((site, span))
 
@@ -222,14 +251,14 @@ class Recorder:
 
     def scalars_alone(self, step: int, rank: int, scalars: Scalars) -> Pending:
         """A step's scalars that need no copy, for a step that was handed over before they came."""
-        return Pending(step, time.time(), rank, [], self._kinds, False, {}, [], scalars, {})
+        return Pending(step, time.time(), rank, [], self._shown, False, {}, [], scalars, {})
 
     def pack(self, step: int, rank: int) -> Pending:
         """Starts the one copy of the step and forgets it."""
         copies = {i: _copy_out(buffer) for i, buffer in enumerate(self._buffers) if buffer.used}
         pending = Pending(
-            step, time.time(), rank, self.sites[:], self._kinds, self.with_buckets,
-            copies, self.calls, self._scalars, self._earlier,
+            step, time.time(), rank, self.sites[:], self._shown, self.with_buckets,
+            copies, [*self.calls, *self._last.items()], self._scalars, self._earlier,
         )  # fmt: skip
         self.restart()
         return pending
@@ -243,13 +272,15 @@ class Recorder:
         number = self._number[key]
         return number, self._buffers[number]
 
-    def _record_dense(self, tensor: Tensor) -> Span | None:
-        if kernel.can_read(tensor):
+    def _record_dense(self, tensor: Tensor, scale: Tensor | None) -> Span | None:
+        if scale is None and kernel.can_read(tensor):
             return self._record_parts(tensor, MOST_COUNT, kernel.reduce)
         with torch.no_grad():
             numbers = rows.readable(tensor)
             if numbers is None:
                 return None
+            if scale is not None:
+                return self._record_parts(numbers, PART, _reduce_divided(scale))
             by_kernel = kernel.can_read(numbers)
             return self._record_parts(numbers, *((MOST_COUNT, kernel.reduce) if by_kernel else (PART, reduce_by_torch)))
 
@@ -272,10 +303,10 @@ class Recorder:
         kernel.reduce_difference(after, before, buffer.row(record), counts)
         return number, record, record + 1
 
-    def _record_sparse(self, tensor: Tensor) -> Span | None:
+    def _record_sparse(self, tensor: Tensor, scale: Tensor | None) -> Span | None:
         with torch.no_grad():
             present = tensor.detach().coalesce().values()
-        span = self._record_dense(present)
+        span = self._record_dense(present, scale)
         if span is None:
             return None
         number, start, _ = span

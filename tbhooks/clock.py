@@ -6,18 +6,20 @@ optimizers only (all of them, once, through torch's own global hooks), never on 
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, Protocol
 
-import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from tbhooks.probe import NO_BACKWARD, backward_pass, in_backward
+from tbhooks.autograd import NO_BACKWARD, at_end_of_backward, backward_pass, in_backward, in_nested_backward
+from tbhooks.compiled import never_compiled, runs_as_python
 from tbhooks.report import Report
 
 MODES = ("auto", "optimizer", "forward", "manual")
@@ -31,13 +33,17 @@ class Listener(Protocol):
 
     def owned(self, optimizer: Optimizer) -> frozenset[int]: ...
 
+    def parameters_now(self) -> frozenset[int]: ...
+
     def before_optimizer(self, optimizer: Optimizer, has_closure: bool) -> None: ...
 
     def after_optimizer(self, optimizer: Optimizer, has_closure: bool) -> None: ...
 
     def step_ended(self) -> None: ...
 
-    def watch_root(self, told: Callable[[], None]) -> RemovableHandle | None: ...
+    def watch_root(self, told: Callable[[], None], in_graph: bool) -> RemovableHandle | None: ...
+
+    def hooks_are_compiled(self) -> bool: ...
 
     def admits(self, model: nn.Module) -> bool: ...
 
@@ -58,8 +64,18 @@ class Round:
 
     def meets(self, key: int, parameters: frozenset[int]) -> None:
         """Tells of an optimizer about to step, and of the parameters it steps."""
+        self._leave_out(lambda other, theirs: other != key and bool(theirs & parameters))
+
+    def knows(self, key: int) -> bool:
+        return key in self._members
+
+    def forget_those_without(self, parameters: frozenset[int]) -> None:
+        """Of the model's parameters as they are now, some optimizers may step none any more."""
+        self._leave_out(lambda _, theirs: not theirs & parameters)
+
+    def _leave_out(self, gone: Callable[[int, frozenset[int]], bool]) -> None:
         for other, theirs in list(self._members.items()):
-            if other != key and theirs & parameters:
+            if gone(other, theirs):
                 del self._members[other]
                 self._stepped.discard(other)
 
@@ -75,6 +91,14 @@ class Round:
         self._stepped = set()
         return True
 
+    def steps(self, key: int, parameters: frozenset[int]) -> None:
+        """Tells of a step that cannot be the last of the training step."""
+        self._members[key] = parameters
+        self._stepped.add(key)
+
+    def starts_over(self) -> None:
+        self._stepped = set()
+
     def ends(self, key: int, parameters: frozenset[int]) -> bool:
         """Whether this optimizer's step has ended the training step."""
         late = self.is_late(key)
@@ -88,18 +112,49 @@ class Round:
         return False
 
 
+class Inside:
+    """Steps that are part of another optimizer's step (SAM, Lookahead, `super().step()`): only the outermost counts."""
+
+    def __init__(self) -> None:
+        self._running: list[tuple[int, int]] = []
+
+    def enter(self, key: int) -> bool:
+        """Whether the step that begins is inside another one."""
+        frames = set()
+        frame: FrameType | None = sys._getframe(2)
+        callers = id(frame)
+        while self._running and frame is not None:
+            frames.add(id(frame))
+            frame = frame.f_back
+        # A step that raised has never left: it is no longer among the callers.
+        while self._running and self._running[-1][1] not in frames:
+            self._running.pop()
+        self._running.append((key, callers))
+        return len(self._running) > 1
+
+    def leave(self, key: int) -> bool:
+        """Whether the step that has ended was."""
+        if any(running == key for running, _ in self._running):
+            while self._running.pop()[0] != key:
+                pass
+        return bool(self._running)
+
+
 class Clock:
     """Counts the steps of one model. `mode` is what ends them; "auto" until that is known."""
 
     def __init__(self, mode: str, model: nn.Module, listener: Listener, report: Report) -> None:
         self.mode = mode
         self.count = 0
+        self.optimizer_steps = 0
+        """How often any optimizer of the model has stepped."""
         self._model = weakref.ref(model)
         self._listener = listener
         self._report = report
         self._auto = mode == "auto"
         self._round = Round()
-        self._owned: weakref.WeakKeyDictionary[Optimizer, frozenset[int]] = weakref.WeakKeyDictionary()
+        self._inside = Inside()
+        self._owned: weakref.WeakKeyDictionary[Optimizer, tuple[int, frozenset[int]]] = weakref.WeakKeyDictionary()
         self._forwards = 0
         self._versions = -1
         self._ends_with = NO_BACKWARD
@@ -117,7 +172,8 @@ class Clock:
     def watch_forwards(self) -> None:
         """Puts the one hook on the model that counting its forwards needs, if they are counted."""
         if self.mode in ("auto", "forward") and self._root is None:
-            self._root = self._listener.watch_root(self._forward_begins)
+            # Mostly there is an optimizer; a compiled graph is not to change when it comes.
+            self._root = self._listener.watch_root(self._forward_begins, in_graph=self.mode == "forward")
 
     def stop(self) -> None:
         for handle in self._handles:
@@ -135,52 +191,71 @@ class Clock:
         """Parameters may have been replaced: which optimizers own them is found out anew."""
         self._owned.clear()
 
+    def owns(self, optimizer: Optimizer) -> bool:
+        """Whether this optimizer steps any parameter of the model."""
+        return bool(self._owned_by(optimizer))
+
     def tick(self) -> None:
         try:
             self._listener.step_ended()
         finally:
             self.count += 1
 
+    @never_compiled
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         with self._report.guarded("before the optimizer's step"):
             parameters = self._owned_by(optimizer)
-            if not parameters:
+            if not parameters or self._inside.enter(id(optimizer)):
                 return
             self._optimizer_found()
             if self.mode == "optimizer":
+                if not self._round.knows(id(optimizer)):
+                    self._round.forget_those_without(self._listener.parameters_now())
                 self._round.meets(id(optimizer), parameters)
                 if self._round.comes_again(id(optimizer)):
                     self.tick()
-            if self.mode != "optimizer" or not self._round.is_late(id(optimizer)):
+            if self.mode != "optimizer" or in_backward() or not self._round.is_late(id(optimizer)):
                 self._listener.before_optimizer(optimizer, _has_closure(args, kwargs))
 
+    @never_compiled
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         with self._report.guarded("after the optimizer's step"):
             parameters = self._owned_by(optimizer)
-            if not parameters:
+            if not parameters or self._inside.leave(id(optimizer)):
                 return
+            self.optimizer_steps += 1
             self._listener.after_optimizer(optimizer, _has_closure(args, kwargs))
             if self.mode != "optimizer":
                 return
             if in_backward():
-                self._end_with_backward()
+                self._end_with_backward(id(optimizer), parameters)
             elif self._round.ends(id(optimizer), parameters):
                 self.tick()
 
-    def _end_with_backward(self) -> None:
-        """Optimizers that step inside backward, one a parameter: the step ends when backward does."""
-        if self._ends_with != backward_pass():  # a pass that failed never calls back
-            self._ends_with = backward_pass()
-            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
+    def _end_with_backward(self, key: int, parameters: frozenset[int]) -> None:
+        """Optimizers that step inside backward, one a parameter: the step ends when backward does.
 
+        From a pass inside a pass the end of the outer one cannot be heard of. If no optimizer steps in the outer
+        one, the step ends when the first comes round again.
+        """
+        if in_nested_backward():
+            self._round.steps(key, parameters)
+        elif self._ends_with != backward_pass():  # a pass that failed never calls back
+            self._ends_with = backward_pass()
+            at_end_of_backward(self._backward_ended)
+
+    @runs_as_python
     def _backward_ended(self) -> None:
         with self._report.guarded("after backward"):
+            self._round.starts_over()
             self.tick()
 
     def _owned_by(self, optimizer: Optimizer) -> frozenset[int]:
-        owned = self._owned.get(optimizer)
-        if owned is None:
-            owned = self._owned[optimizer] = self._listener.owned(optimizer)
+        size = sum(len(group["params"]) for group in optimizer.param_groups)
+        known, owned = self._owned.get(optimizer, (-1, frozenset()))
+        if known != size:  # groups may be added at any time
+            owned = self._listener.owned(optimizer)
+            self._owned[optimizer] = size, owned
         return owned
 
     def _optimizer_found(self) -> None:
@@ -189,12 +264,16 @@ class Clock:
                 self._report.tell("an optimizer steps this model after all: steps are counted by it, from 0")
                 self.count = 0
             self.mode = "optimizer"
-            self.leave_forwards()
+            if not self._listener.hooks_are_compiled():  # or the places of the others would change
+                self.leave_forwards()
 
+    @runs_as_python
     def _forward_begins(self) -> None:
         with self._report.guarded("before the model's forward"):
             model = self._model()
-            if model is None or in_backward() or not self._listener.admits(model):
+            if self.mode not in ("auto", "forward") or model is None or in_backward():
+                return
+            if not self._listener.admits(model):
                 return
             if self.mode == "auto" and self._forwards and self._no_optimizer_is_coming(model):
                 self.mode = "forward"

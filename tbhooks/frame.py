@@ -7,7 +7,7 @@ neither torch nor the model they came from.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Literal
@@ -20,7 +20,16 @@ from tbhooks.stats import BUCKETS, COLUMNS, STAT_NAMES, Counts, Floats
 
 Severity = Literal["info", "warning", "error"]
 KINDS = ("activation", "gradient", "weight", "weight_gradient", "update")
+OPTIONAL_KINDS = ("input", "functional")
+ALL_KINDS = KINDS + OPTIONAL_KINDS
+EVALUATION = "eval."
+"""What comes before the kind of everything read in an evaluation pass."""
 ROOT = "(root)"
+SCALE = "train.scale"
+SKIPPED = "train.skipped"
+# What attention shows besides its output, each at a site of its own: `attention:softmax.entropy`.
+# The statistic that sums it up is one of the attention's own, too.
+INSIDE_ATTENTION = {"entropy": ("entropy", "mean"), "max_logit": ("logits", "max")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +43,20 @@ class Site:
     @property
     def name(self) -> str:
         return self.path + self.index
+
+    @property
+    def plain_kind(self) -> str:
+        """The kind without the mark of an evaluation pass."""
+        return self.kind.removeprefix(EVALUATION)
+
+    @property
+    def attention_stat(self) -> tuple[str, str, Site] | None:
+        """For something inside attention: what sums it up, by which of its own stats, and the attention's site."""
+        if self.plain_kind == "functional":
+            for name, (part, stat) in INSIDE_ATTENTION.items():
+                if self.path.endswith(f".{part}"):
+                    return name, stat, Site(self.path.removesuffix(f".{part}"), self.kind, self.index)
+        return None
 
     def __str__(self) -> str:
         return f"{self.kind}/{self.name}"
@@ -70,10 +93,14 @@ class Reading:
     site: Site
     row: Floats
     counts: Counts
+    attention: Mapping[str, float] = field(default_factory=dict)
+    """`entropy` and `max_logit` of a softmax or scaled_dot_product_attention; NaN for anything else."""
 
     def __getattr__(self, name: str) -> float:
+        if name in INSIDE_ATTENTION:
+            return self.attention.get(name, float("nan"))
         if name not in STAT_NAMES:
-            raise AttributeError(f"no stat {name!r}: {nearest(name, STAT_NAMES)}")
+            raise AttributeError(f"no stat {name!r}: {nearest(name, (*STAT_NAMES, *INSIDE_ATTENTION))}")
         if name == "ratio" and self.site.kind != "update":
             return float("nan")  # only an update has something it is measured against
         return float(stats.stat(name, self.row[None], self.counts[None])[0])
@@ -87,7 +114,7 @@ class Reading:
         return float(stats.overflow_fraction(self.row[None], self.counts[None], dtype)[0])
 
     def __dir__(self) -> list[str]:
-        return [*object.__dir__(self), *STAT_NAMES]
+        return [*object.__dir__(self), *STAT_NAMES, *INSIDE_ATTENTION]
 
     def __repr__(self) -> str:
         shown = ("count", "mean", "std", "norm", "min", "max", "zero_fraction", "nan_count", "inf_count")
@@ -146,7 +173,26 @@ class Frame:
             hint = nearest(str(path), [s.name for s in self.sites if s.kind == kind] or [s.name for s in self.sites])
             raise UnknownSiteError(f"nothing of {path!r} ({kind}) at step {self.step}: {hint}")
         i = self._index[key]
-        return Reading(self.sites[i], self.values[i], self.buckets[i])
+        return Reading(self.sites[i], self.values[i], self.buckets[i], self._attention(self.sites[i]))
+
+    def _attention(self, site: Site) -> dict[str, float]:
+        if site.plain_kind != "functional" or site.attention_stat is not None:
+            return {}
+        found = {}
+        for name, (part, stat) in INSIDE_ATTENTION.items():
+            key = (f"{site.path}.{part}{site.index}", site.kind)
+            if key in self._index:
+                found[name] = getattr(self[key], stat)
+        return found
+
+    @property
+    def is_evaluation(self) -> bool:
+        """Whether it was read in evaluation passes, between the training step of its number and the next."""
+        return bool(self.sites) and self.sites[0].kind.startswith(EVALUATION)
+
+    def without_phase(self) -> Frame:
+        """An evaluation's frame with the names a training step has, for a writer of its own."""
+        return replace(self, sites=tuple(replace(site, kind=site.plain_kind) for site in self.sites))
 
     def __contains__(self, key: object) -> bool:
         return key in self._index
@@ -184,5 +230,6 @@ class Frame:
         )  # fmt: skip
 
     def __repr__(self) -> str:
-        kinds = ", ".join(f"{sum(s.kind == kind for s in self.sites)} {kind}" for kind in KINDS)
+        shown = dict.fromkeys((*(() if self.is_evaluation else KINDS), *(site.kind for site in self.sites)))
+        kinds = ", ".join(f"{sum(s.kind == kind for s in self.sites)} {kind}" for kind in shown)
         return f"Frame(step={self.step}, {kinds}, {len(self.findings)} findings)"

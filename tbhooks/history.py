@@ -41,9 +41,16 @@ class History:
         with self._lock:
             self._frames[-1] = frame
 
+    @property
+    def latest(self) -> Frame | None:
+        """The newest frame of a training step; of an evaluation, if there is nothing else."""
+        frames = self[:]
+        training = [frame for frame in frames if not frame.is_evaluation]
+        return training[-1] if training else frames[-1] if frames else None
+
     def _join(self, late: Frame) -> bool:
         for i in range(len(self._frames) - 1, -1, -1):
-            if self._frames[i].step == late.step:
+            if self._frames[i].step == late.step and not self._frames[i].is_evaluation:
                 self._frames[i] = replace(self._frames[i], scalars={**self._frames[i].scalars, **late.scalars})
                 return True
         return False

@@ -6,6 +6,7 @@ It lives in the training thread, hands finished steps to `submit` and never wait
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -13,12 +14,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from tbhooks import scaling
+from tbhooks.autograd import in_backward, unrecorded
 from tbhooks.buffer import Recorder
 from tbhooks.clock import Clock
+from tbhooks.compiled import runs_as_python
+from tbhooks.evaluation import Evaluation
 from tbhooks.parameters import ParameterReader
 from tbhooks.pending import Pending
 from tbhooks.probe import Probe
 from tbhooks.report import Report
+from tbhooks.scaling import ScalerReader
 from tbhooks.select import Selector, unwrap
 
 # Histograms of each of the first logged steps, then half as often with every doubling.
@@ -63,7 +69,15 @@ class Loop:
         self.probe = Probe(model, selector, self.recorder, report)
         self.parameters = ParameterReader(model, selector, self.recorder, report)
         self.clock = Clock(mode, unwrap(model), self, report)
+        self.scaler = ScalerReader(self.probe, self.clock, self.recorder, report)
+        self.probe.backward_ended = self.parameters.backward_ended
+        self.scaler.step_skipped = self._step_skipped
         self.logged = 0
+        self._kinds = kinds
+        self._evaluation: Evaluation | None = None
+        self._evaluation_root: RemovableHandle | None = None
+        self._last_label = 0
+        self._model = weakref.ref(unwrap(model))
         self._schedule = schedule
         self._rank = rank
         self._submit = submit
@@ -84,6 +98,7 @@ class Loop:
         self._held: dict[tuple[int, str], Tensor] = {}
 
     def start(self) -> None:
+        scaling.listen(self.scaler)
         self.clock.start()
         self._begin_if_due()
 
@@ -91,13 +106,20 @@ class Loop:
         """Ends everything and hands over what there is, a step cut short too."""
         with self._report.guarded("closing"):
             self._finish_step()
-            if self.probe.token is not None and self.recorder.calls:
+            if self.probe.seen is not None and self.recorder.calls:
                 if self.clock.mode != "optimizer":  # no optimizer will come to read them at
                     self.parameters.rest()
                 self._pack(self.clock.count)
             self.abandon()
             self._finish_step()
             self._hand_over_held()
+            self._finish_evaluation()
+        self.forget_everyone()
+
+    def forget_everyone(self) -> None:
+        """Nobody calls any more: no optimizer, no scaler, no forward."""
+        self._leave_evaluation_root()
+        scaling.ignore(self.scaler)
         self.clock.stop()
 
     def abandon(self) -> None:
@@ -110,21 +132,62 @@ class Loop:
         if threading.get_ident() == self._thread:
             with self._report.guarded("handing over a step"):
                 self._finish_step()
-                if self.probe.token is None:
+                if self.probe.seen is None:
                     self._hand_over_held()
+                self._finish_evaluation()
 
     def pause(self) -> None:
         """Takes every hook off the model; pauses may be nested."""
         self._pauses += 1
-        self.probe.detach()
+        self.probe.remove()
         self.clock.leave_forwards()
+        self._leave_evaluation_root()
 
     def resume(self) -> None:
         self._pauses -= 1
         if not self._pauses:
             self.clock.watch_forwards()
-            if self.probe.token is not None:
+            self._watch_evaluation_root()
+            if self.probe.seen is not None:
                 self.probe.attach()
+            elif self.probe.gate.was_compiled:
+                self.probe.put_on()
+
+    # Evaluation passes.
+
+    def read_evaluations(self) -> None:
+        """From now on evaluation passes are read, apart from training."""
+        if self._evaluation is None:
+            self._evaluation = Evaluation(self._kinds, self._rank, self._submit)
+            self.probe.evaluation = self._evaluation.recorder
+            self.probe.gate.evaluation = True
+            self._watch_evaluation_root()
+
+    def _watch_evaluation_root(self) -> None:
+        if self._evaluation is not None and self._evaluation_root is None:
+            self._evaluation_root = self.probe.watch_root(self._forward_begins, in_graph=True)
+
+    def _leave_evaluation_root(self) -> None:
+        if self._evaluation_root is not None:
+            self._evaluation_root.remove()
+            self._evaluation_root = None
+
+    @runs_as_python
+    def _forward_begins(self) -> None:
+        with self._report.guarded("before the model's forward"):
+            model = self._model()
+            if model is None or in_backward():
+                return
+            if not model.training:
+                self.probe.put_on()
+                return
+            self._finish_evaluation()
+            if not self.probe.gate.open:
+                self.probe.detach()
+
+    def _finish_evaluation(self) -> None:
+        if self._evaluation is not None:
+            self._evaluation.finish(self._last_label)
 
     # Numbers the user logs.
 
@@ -143,7 +206,7 @@ class Loop:
             self._late.add(tag)
             self._late_now.add(tag)
             self._log_late(ended.label, tag, value)
-        elif self.probe.token is not None and (ended is None or tag not in self._late):
+        elif self.probe.seen is not None and (ended is None or tag not in self._late):
             # A late one before the open step has begun is of the unlogged step before it.
             self.recorder.scalar(tag, value)
 
@@ -177,34 +240,51 @@ class Loop:
     def owned(self, optimizer: Optimizer) -> frozenset[int]:
         return self.parameters.owned(optimizer)
 
+    def parameters_now(self) -> frozenset[int]:
+        return self.parameters.now()
+
     def admits(self, model: nn.Module) -> bool:
         return self.probe.admits(model)
 
     def gradients_seen(self) -> bool:
         return self.probe.gradients_seen
 
-    def watch_root(self, told: Callable[[], None]) -> RemovableHandle | None:
-        return self.probe.watch_root(told)
+    def watch_root(self, told: Callable[[], None], in_graph: bool) -> RemovableHandle | None:
+        return self.probe.watch_root(told, in_graph)
+
+    def hooks_are_compiled(self) -> bool:
+        return self.probe.gate.was_compiled
 
     def before_optimizer(self, optimizer: Optimizer, has_closure: bool) -> None:
         self._finish_step()
         self._ended = None
-        if self.probe.token is not None and not self._pauses:
-            self._log_learning_rates(optimizer)
-            self.parameters.before(optimizer, has_closure)
+        self.scaler.before_optimizer(optimizer)
+        if self.probe.seen is not None and not self._pauses:
+            with unrecorded():
+                self.scaler.log()
+                self._log_learning_rates(optimizer)
+                self.parameters.before(optimizer, has_closure)
 
     def after_optimizer(self, optimizer: Optimizer, has_closure: bool) -> None:
-        if self.probe.token is not None and not self._pauses:
-            self.parameters.after(optimizer, has_closure)
+        if self.probe.seen is not None and not self._pauses:
+            with unrecorded():
+                self.parameters.after(optimizer, has_closure)
+
+    def _step_skipped(self) -> None:
+        """The iteration made no step: what was read of it is not of the one that will be."""
+        if not self.parameters.optimizer_came:
+            self.probe.start_over()
+            self.parameters.forget()
 
     def step_ended(self) -> None:
         self._step_ended(self.clock.count)
 
     def _step_ended(self, label: int) -> None:
         self._thread = threading.get_ident()
+        self._last_label = label
         self._finish_step()
         next_is_logged = self._schedule.logs(self.clock.count + 1)
-        self._ended = Ended(label, self.probe.token is not None, set(self.recorder.scalar_tags))
+        self._ended = Ended(label, self.probe.seen is not None, set(self.recorder.scalar_tags))
         if next_is_logged:
             self.probe.next_forward = self._finish_step
         if self._ended.logged:
@@ -269,8 +349,9 @@ class Loop:
     def _warn_if_blind(self, label: int) -> None:
         if not self._pauses and self.recorder.wants("activation", "gradient") and not self.probe.called:
             self._report.tell(
-                f"step {label} was to be logged, but no watched module was seen running in it. Compiled models are "
-                "watched through their parameters only, and evaluation passes of a model that has trained are not read",
+                f"step {label} was to be logged, but no watched module was seen running in it. A model that had run "
+                "compiled before watch() goes on without hooks: call watch() first, or torch.compiler.reset() now. "
+                "Evaluation passes are read if w.evaluation() asks for them",
                 once="blind",
             )
 

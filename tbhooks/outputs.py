@@ -1,4 +1,4 @@
-"""The tensors inside whatever a module returns, each with the index a reader would use to reach it."""
+"""The tensors inside whatever a module is given or returns, each with the index a reader would use to reach it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,12 @@ def tensors(output: object) -> list[tuple[str, Tensor]]:
         return [("", output)]
     found = list(_inside(output, "", ()))
     return [("", found[0][1])] if len(found) == 1 else found
+
+
+def inputs(args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[tuple[str, Tensor]]:
+    """The same of what a module is called with: `("[0]", t)` by position, `("[mask]", t)` by name."""
+    given: dict[object, object] = dict(enumerate(args))
+    return tensors(given | dict(kwargs))
 
 
 def _inside(value: object, index: str, around: tuple[int, ...]) -> Iterator[tuple[str, Tensor]]:

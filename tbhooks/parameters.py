@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +18,21 @@ from torch.optim import Optimizer
 from tbhooks import select
 from tbhooks.buffer import NO_SITE, Recorder
 from tbhooks.frame import Site
+from tbhooks.pending import RAW_GRADIENT, Span
 from tbhooks.report import Report
 from tbhooks.rows import describe, has_no_data
+
+
+@dataclass(frozen=True, slots=True)
+class _RawGradient:
+    """A gradient read at the end of backward, to recognise it if nothing has touched it since. Holds no tensor."""
+
+    gradient: weakref.ref[Tensor]
+    version: int
+    span: Span
+
+    def is_still(self, gradient: Tensor) -> bool:
+        return self.gradient() is gradient and gradient._version == self.version
 
 
 class ParameterReader:
@@ -29,21 +43,49 @@ class ParameterReader:
         self._selector = selector
         self._recorder = recorder
         self._report = report
+        # How many backward passes the last step took: those before the last leave gradients half accumulated.
+        self._expected_passes = self._passes = 0
         self.forget()
 
     def forget(self) -> None:
         """Lets go of every tensor; the next step looks the parameters up anew, as some may be replaced."""
+        self._expected_passes = self._passes
         self._paths: dict[int, str] = {}
         self._tensors: dict[int, nn.Parameter] = {}
         self._read: set[int] = set()
         self._read_gradients: set[int] = set()
         self._before: dict[int, Tensor] = {}
+        self._raw: dict[int, _RawGradient] = {}
+        self._passes = 0
+
+    @property
+    def optimizer_came(self) -> bool:
+        """Whether an optimizer has stepped any of them in the open step."""
+        return bool(self._read)
 
     def owned(self, optimizer: Optimizer) -> frozenset[int]:
         """Which parameters of this model the optimizer steps, by id."""
+        return self.now().intersection(id(p) for group in optimizer.param_groups for p in group["params"])
+
+    def now(self) -> frozenset[int]:
+        """The parameters the model has now, by id."""
         model = self._model()
-        mine = set() if model is None else {id(parameter) for parameter in model.parameters()}
-        return frozenset(mine.intersection(id(p) for group in optimizer.param_groups for p in group["params"]))
+        return frozenset() if model is None else frozenset(id(parameter) for parameter in model.parameters())
+
+    def backward_ended(self, scale: Tensor | None) -> None:
+        """Gradients as backward left them, before anything clips or unscales them; `scale` is what they carry."""
+        self._passes += 1
+        if self._passes < self._expected_passes or not self._recorder.wants("weight_gradient"):
+            return
+        with torch.no_grad():
+            self._look_up()
+            for key, parameter in self._tensors.items():
+                gradient = parameter.grad
+                if gradient is not None and key not in self._read_gradients:
+                    site = self._recorder.number(Site(self._paths[key], RAW_GRADIENT))
+                    span = self._recorder.record_last(site, gradient, scale)
+                    if span is not None and scale is None:
+                        self._raw[key] = _RawGradient(weakref.ref(gradient), gradient._version, span)
 
     def before(self, optimizer: Optimizer, has_closure: bool) -> None:
         """Weights, and the gradients the step will use; with a closure those are made inside the step."""
@@ -115,8 +157,9 @@ class ParameterReader:
             return
         self._report.sees(str(site))
         self._read_gradients.add(key)
-        if scale is not None:
-            # A fused optimizer is handed scaled gradients and divides them itself; by a tensor, so without a sync.
-            # In half precision the quotient could be zero.
-            gradient = (gradient.float() if gradient.dtype.itemsize < 4 else gradient) / scale
-        self._recorder.record(number, gradient)
+        raw = self._raw.get(key)
+        if raw is not None and scale is None and raw.is_still(gradient):
+            self._recorder.share(number, raw.span)
+        else:
+            # A fused optimizer is handed scaled gradients and divides them itself.
+            self._recorder.record(number, gradient, scale)

@@ -16,6 +16,10 @@ from torch import Tensor
 from tbhooks import stats
 from tbhooks.frame import Frame, Site
 
+RAW_GRADIENT = "raw_gradient"
+"""The kind of weight gradients as backward left them, before they are clipped; in frames only their norm."""
+GRADIENT_NORMS = {"train.grad_norm": "weight_gradient", "train.grad_norm_raw": RAW_GRADIENT}
+
 Number = TypeVar("Number", np.float64, np.int64)
 Span = tuple[int, int, int]
 """Where one reduced tensor lies: buffer number, first record, one past the last."""
@@ -87,9 +91,9 @@ class Pending:
         if self.with_buckets:
             host_counts = {i: copy.counts() for i, copy in self.copies.items()}
             counts = stats.merge_counts(_gather(host_counts, record, stats.BUCKETS), owner, len(order))
+        scalars = {**_read(self.scalars, rows), **self._gradient_norms(order, values)}
         shown = [i for i, site in enumerate(order) if self.sites[site].kind in self.kinds]
         sites = tuple(self.sites[order[i]] for i in shown)
-        scalars = _read(self.scalars, rows)
         return Frame(self.step, self.time, self.rank, sites, values[shown], counts[shown], scalars=scalars)
 
     def _records(self, position: dict[int, int]) -> tuple[NDArray[np.intp], list[tuple[int, int]]]:
@@ -108,6 +112,18 @@ class Pending:
         for i, site in enumerate(order):
             if self.sites[site].kind == "update" and self.sites[site].path in weight:
                 values[i, stats.BASE] = np.square(norms[weight[self.sites[site].path]])
+
+    def _gradient_norms(self, order: list[int], values: stats.Floats) -> dict[str, float]:
+        """The norm of all watched weight gradients together, as used and before clipping."""
+        squares = np.square(stats.STATS["norm"](values))
+        squares[values[:, stats.INFS] > 0] = np.inf  # unlike a site's own norm, one number must show them
+        squares[values[:, stats.NANS] > 0] = np.nan
+        found = {}
+        for tag, kind in GRADIENT_NORMS.items():
+            of_kind = [i for i, site in enumerate(order) if self.sites[site].kind == kind]
+            if of_kind:
+                found[tag] = float(np.sqrt(squares[of_kind].sum()))
+        return found
 
 
 def _gather(hosts: dict[int, NDArray[Number]], record: list[tuple[int, int]], width: int) -> NDArray[Number]:

@@ -1,15 +1,14 @@
-"""The only file that puts hooks on modules and tensors, and reads parameters around an optimizer's step.
+"""The only file that puts hooks on modules and tensors; what they see is reduced at once, detached, and not kept.
 
-A hook reduces what it sees at once, detached, into the recorder, and keeps nothing: no tensor, no graph.
 Whatever goes wrong in here is counted and told once; training never sees it, and results never change.
 """
 
 from __future__ import annotations
 
-import contextlib
+import threading
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,112 +16,41 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from tbhooks import outputs, select
+from tbhooks.autograd import NO_BACKWARD, at_end_of_backward, backward_pass, in_backward, unrecorded
 from tbhooks.buffer import NO_SITE, Recorder
-from tbhooks.frame import Site
+from tbhooks.compiled import Gate, runs_as_python
+from tbhooks.frame import ROOT, Site
+from tbhooks.functional import Functional
+from tbhooks.hooks import (
+    EnterHook,
+    ForwardHook,
+    GradientHook,
+    InputHook,
+    LeaveHook,
+    RootHook,
+    ScaledLossHook,
+    is_hooked,
+    sweep,
+)
 from tbhooks.pending import Span
 from tbhooks.report import Report
-from tbhooks.rows import describe, has_no_data
-
-NEVER_CALLED = "never called as a module; its parameters are watched all the same"
-# Outputs passed on unchanged are recognised among this many recent tensors.
-MOST_RECENT = 256
-
-
-NO_BACKWARD = -1
-_graph_task = getattr(torch._C, "_current_graph_task_id", lambda: NO_BACKWARD)
-
-
-def backward_pass() -> int:
-    """The number of the backward pass autograd is running here, or NO_BACKWARD."""
-    return int(_graph_task())
-
-
-def in_backward() -> bool:
-    """Whether autograd is running backward here: a forward seen now is a checkpoint being recomputed."""
-    return backward_pass() != NO_BACKWARD
-
-
-class _Unkept:
-    """A hook that copies and pickles to nothing: a copy of the model does not log, and loads without tbhooks."""
-
-    __slots__ = ()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # The standard library's own callable that takes a hook's three arguments and does nothing.
-        return getattr, (contextlib.nullcontext(), "__exit__")
-
-
-class ForwardHook(_Unkept):
-    """Placed on a module for a logged step."""
-
-    __slots__ = ("broken", "module", "path", "probe", "sites")
-
-    def __init__(self, probe: Probe, path: str, module: nn.Module) -> None:
-        self.probe, self.path, self.module = probe, path, weakref.ref(module)
-        self.sites: dict[str, tuple[int, int]] = {}
-        self.broken = False
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not self.broken:
-            self.probe.saw_output(self, output)
-
-    def site_numbers(self, index: str) -> tuple[int, int]:
-        """The numbers of this output's activation and gradient."""
-        if index not in self.sites:
-            number = self.probe.number
-            self.sites[index] = (
-                number(Site(self.path, "activation", index)),
-                number(Site(self.path, "gradient", index)),
-            )
-        return self.sites[index]
-
-
-class GradientHook:
-    """Placed on an output; serves every site whose output is that very tensor. Holds no tensor itself."""
-
-    __slots__ = ("fired", "is_view", "probe", "sites", "token")
-
-    def __init__(self, probe: Probe, token: object, is_view: bool) -> None:
-        self.probe, self.token, self.is_view = probe, token, is_view
-        self.sites: list[int] = []
-        self.fired = False
-
-    def __call__(self, gradient: Tensor | None) -> None:
-        if gradient is not None and self.token is self.probe.token:
-            self.probe.saw_gradient(self, gradient)
-
-
-class RootHook(_Unkept):
-    """Tells that the model's forward begins, for clocks that count forwards."""
-
-    __slots__ = ("told",)
-
-    def __init__(self, told: Callable[[], None]) -> None:
-        self.told = told
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self.told()
-
-
-@dataclass
-class _Recent:
-    """A tensor seen a moment ago, to recognise it when the next module returns it unchanged."""
-
-    tensor: weakref.ref[Tensor]
-    version: int
-    span: Span | None
-    hook: GradientHook | None
+from tbhooks.rows import describe, has_no_data, is_ordinary
+from tbhooks.seen import Seen
 
 
 class Probe:
     """The hooks of one watch. `begin` opens a logged step, `end` closes it."""
 
     def __init__(self, model: nn.Module, selector: select.Selector, recorder: Recorder, report: Report) -> None:
-        self.token: object = None
-        """What the open step is told by; None between logged steps."""
+        self.seen: Seen | None = None
+        """The open step; None between logged steps."""
         self.next_forward: Callable[[], None] | None = None
         """Called once, before a training forward is read: the step before it is over."""
+        self.backward_ended: Callable[[Tensor | None], None] | None = None
+        """Called when a backward pass that reached the open step has ended, with the scale of its loss."""
+        self.evaluation: Recorder | None = None
+        """Where evaluation passes are read into, if they are."""
+        self.gate = Gate()
         self.aliases: dict[str, str] = {}
         self._model = weakref.ref(select.unwrap(model))
         self._selector = selector
@@ -131,63 +59,108 @@ class Probe:
         self._report = report
         self._hooks: dict[str, ForwardHook] = {}
         self._handles: list[RemovableHandle] = []
-        self._leaf_handles: list[RemovableHandle] = []
-        self._placed: list[GradientHook] = []
-        self._recent: dict[int, _Recent] = {}
-        self._called: set[str] = set()
+        self._functional = Functional(self._saw_functional, report) if recorder.wants("functional") else None
+        self._lock = threading.RLock()
         self._trained = False
         self._read_evaluation = False
 
     @property
     def gradients_seen(self) -> bool:
         """Whether a backward pass has reached the open step."""
-        return any(hook.fired for hook in self._placed)
+        return self.seen is not None and self.seen.gradients
 
     @property
     def called(self) -> bool:
         """Whether any watched module was called in the open step."""
-        return bool(self._called)
+        return self.seen is not None and bool(self.seen.called)
 
     def begin(self, attach: bool) -> None:
         """Opens a logged step and puts the hooks on."""
-        self._drop_step()
-        self.token = object()
+        self.seen = Seen()
         if attach:
             self.attach()
 
     def end(self, keep_hooks: bool) -> None:
         """Closes a step that ran to its end, and reports what it should have shown and did not."""
-        self._report_unseen()
-        self._drop_step()
+        if self.seen is not None:
+            watched = [path for path, hook in self._hooks.items() if hook.reads]
+            self.seen.report_missing(self._report, watched, self._recorder.sites)
+        self._close()
         if not keep_hooks:
             self.detach()
+
+    def start_over(self) -> None:
+        """Forgets what the open step has seen: it did not happen."""
+        if self.seen is not None:
+            self._close()
+            self.seen = Seen()
+            self._recorder.restart()
 
     def abandon(self) -> None:
         """Closes a step that was cut short, and leaves no hook behind."""
         self.next_forward = None
-        self._drop_step()
-        self.detach()
+        self._close()
+        self.remove()
+        if (model := self._model()) is not None:
+            sweep(model, self)
+
+    def _close(self) -> None:
+        if self.seen is not None:
+            self.seen.drop()
+            self.seen = None
+            self.gate.next_step()
+        if self._functional is not None:
+            self._functional.abandon()
+
+    # Putting hooks on and taking them off.
 
     def attach(self) -> None:
+        """From now on what runs is read."""
+        self.put_on()
+        self.gate.open = True
+
+    def put_on(self) -> None:
         """Hooks on every watched module there is now: added and replaced ones are found here."""
         model = self._model()
         if model is None:
             return
         modules = select.walk(model)
         self.aliases = modules.aliases
-        wanted = self._selector.choose(modules.by_path) if self._recorder.wants("activation", "gradient") else {}
-        called = {path: module for path, module in wanted.items() if self._can_be_hooked(path, module)}
+        wanted = self._modules_to_hook(modules.by_path)
         if self._handles and all(
-            path in self._hooks and self._hooks[path].module() is module for path, module in called.items()
+            path in self._hooks and self._hooks[path].module() is module for path, module in wanted.items()
         ):
             return
-        self.detach()
-        for path, module in called.items():
+        self._take_off()
+        if any(path not in wanted or hook.module() is not wanted[path] for path, hook in self._hooks.items()):
+            sweep(model, self)
+        chosen = self._selector.choose(wanted)
+        for path, module in wanted.items():
             hook = self._hooks.get(path)
             if hook is None or hook.module() is not module:
-                hook = self._hooks[path] = ForwardHook(self, path, module)
-            self._handles.append(module.register_forward_hook(hook))
-        self._hooks = {path: self._hooks[path] for path in called}
+                hook = self._hooks[path] = ForwardHook(self, path, module, self._recorder.wants, path in chosen)
+            self._handles += self._register(hook, module)
+        self._hooks = {path: self._hooks[path] for path in wanted}
+
+    def _modules_to_hook(self, modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
+        wants = self._recorder.wants
+        if wants("functional"):
+            chosen = modules
+        else:
+            chosen = self._selector.choose(modules) if wants("activation", "gradient", "input") else {}
+            if wants("weight_gradient"):  # the end of its backward is when gradients are read, before any clipping
+                chosen = {ROOT: modules[ROOT], **chosen}
+        return {path: module for path, module in chosen.items() if self._can_be_hooked(path, module)}
+
+    def _register(self, hook: ForwardHook, module: nn.Module) -> Iterable[RemovableHandle]:
+        if hook.reads_inputs:
+            yield module.register_forward_pre_hook(InputHook(hook), with_kwargs=True)
+        if self._functional is not None:
+            yield module.register_forward_pre_hook(EnterHook(self._functional, hook.path))
+        if hook.reads_outputs or hook.reads_gradients or hook.ends_backward:
+            yield module.register_forward_hook(hook)
+        if self._functional is not None:
+            yield module.register_forward_hook(LeaveHook(self._functional, hook.path), always_call=True)
 
     def _can_be_hooked(self, path: str, module: nn.Module) -> bool:
         if isinstance(module, torch.jit.ScriptModule):
@@ -196,147 +169,232 @@ class Probe:
         return type(module).forward is not nn.Module.forward  # ModuleList and its like are never called
 
     def detach(self) -> None:
+        """Nothing is read from now on. Hooks that are part of compiled code stay, and only look at the gate."""
+        self.gate.open = False
+        if not self.gate.was_compiled:
+            self.remove()
+
+    def remove(self) -> None:
         """Leaves no hook on any module."""
+        self.gate.open = False
+        self._take_off()
+
+    def _take_off(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
-    def watch_root(self, told: Callable[[], None]) -> RemovableHandle | None:
-        """Calls `told` whenever a forward of the whole model begins."""
+    def watch_root(self, told: Callable[[], None], in_graph: bool) -> RemovableHandle | None:
+        """Calls `told` whenever a forward of the whole model begins; `in_graph`, from compiled functions as well."""
         model = self._model()
-        return None if model is None else model.register_forward_pre_hook(RootHook(told))
+        return None if model is None else model.register_forward_pre_hook(RootHook(told, in_graph))
 
-    def _drop_step(self) -> None:
-        for handle in self._leaf_handles:
-            handle.remove()
-        self.token = None
-        self._leaf_handles, self._placed, self._recent, self._called = [], [], {}, set()
+    def watch_scaled_loss(self, loss: Tensor, scale: Tensor) -> None:
+        """Gradients of the backward pass that starts from this loss are divided by its scale."""
+        if self.seen is not None and loss.requires_grad:
+            loss.register_hook(ScaledLossHook(self, self.seen, scale))  # type: ignore[no-untyped-call]
+
+    # What the hooks call.
 
     def saw_output(self, hook: ForwardHook, output: object) -> None:
-        if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+        if torch._C._get_tracing_state() is not None:
             return
         report = self._report
         started = report.enter()
         try:
-            if not self._is_read() or self._recorder.overflowed:
+            recorder = self._destination()
+            if recorder is None or recorder.overflowed:
                 return
-            report.hooks_fired += 1
-            self._called.add(hook.path)
-            found = outputs.tensors(output)
-            if not found:
-                report.cannot_see(hook.path, f"its output, a {type(output).__name__}, shows no tensor")
-            for index, tensor in found:
-                self._saw_tensor(hook, index, tensor)
+            with unrecorded():
+                self._read_output(recorder, hook, output)
         except Exception as problem:
             hook.broken = True
             report.error(f"hook on {hook.path}", problem)
         finally:
             report.leave(started)
 
+    def _read_output(self, recorder: Recorder, hook: ForwardHook, output: object) -> None:
+        self._report.hooks_fired += 1
+        found = outputs.tensors(output)
+        if recorder is self.evaluation:
+            for index, tensor in found:
+                self._record(recorder, recorder.number(Site(hook.path, "activation", index)), tensor)
+            return
+        assert self.seen is not None
+        self.seen.called.add(hook.path)
+        if not found:
+            self._report.cannot_see(hook.path, f"its output, a {type(output).__name__}, shows no tensor")
+        for index, tensor in found:
+            self._saw_tensor(self.seen, hook, index, tensor)
+
+    def saw_inputs(self, hook: ForwardHook, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch._C._get_tracing_state() is not None:
+            return
+        with self._report.guarded(f"reading inputs of {hook.path}"):
+            recorder = self._destination()
+            if recorder is not None and not recorder.overflowed and not in_backward():
+                with unrecorded():
+                    for index, tensor in outputs.inputs(args, kwargs):
+                        self._record(recorder, recorder.number(Site(hook.path, "input", index)), tensor)
+
+    def _saw_functional(self, path: str, index: str, tensor: Tensor) -> None:
+        hook = self._hooks.get(path.partition(":")[0])
+        if hook is None or not hook.reads_operations or in_backward():
+            return
+        recorder = self._destination()
+        if recorder is not None and not recorder.overflowed:
+            self._record(recorder, recorder.number(Site(path, "functional", index)), tensor)
+
     def saw_gradient(self, hook: GradientHook, gradient: Tensor) -> None:
+        seen = self.seen
+        if seen is None or hook.step is not seen:
+            return
         report = self._report
         started = report.enter()
         try:
             hook.fired = True
-            report.hooks_fired += 1
-            first, *others = hook.sites
-            span = self._recorder.record(first, gradient)
-            if span is not None:
-                for site in others:
-                    self._recorder.share(site, span)
+            self._note_backward(seen)
+            if hook.sites:
+                report.hooks_fired += 1
+                first, *others = hook.sites
+                with unrecorded():
+                    span = self._recorder.record(first, gradient, seen.scale)
+                if span is not None:
+                    for site in others:
+                        self._recorder.share(site, span)
         except Exception as problem:
             report.error("gradient hook", problem)
         finally:
             report.leave(started)
 
+    def saw_scaled_loss(self, hook: ScaledLossHook) -> None:
+        if self.seen is not None and hook.step is self.seen:
+            with self._report.guarded("reading the loss scale"):
+                self.seen.scale = hook.scale
+                self._note_backward(self.seen)
+
+    def saw_in_graph(
+        self, hook: ForwardHook, tensor: Tensor, kind: str, index: str, needs_gradient: bool, serial: int
+    ) -> None:
+        """What hooks see that were compiled with the model."""
+        with self._report.guarded(f"compiled hook on {hook.path}"):
+            if kind == "gradient":
+                placed = None if self.seen is None else self.seen.in_graph.get((hook.path, index))
+                if placed is not None and serial == int(self.gate.serial):
+                    self.saw_gradient(placed, tensor)
+                return
+            recorder = self._destination()
+            if recorder is None or recorder.overflowed or in_backward():
+                return
+            self._report.hooks_fired += 1
+            self._record(recorder, self._site_in_graph(recorder, hook, kind, index), tensor)
+            if recorder is not self.evaluation and self.seen is not None and kind == "activation":
+                self.seen.called.add(hook.path)
+                if needs_gradient:
+                    self._expect_in_graph(self.seen, hook, index)
+
+    def _site_in_graph(self, recorder: Recorder, hook: ForwardHook, kind: str, index: str) -> int:
+        wanted = hook.reads_inputs if kind == "input" else hook.reads_outputs
+        return recorder.number(Site(hook.path, kind, index)) if wanted else NO_SITE
+
+    def _expect_in_graph(self, seen: Seen, hook: ForwardHook, index: str) -> None:
+        if (hook.path, index) not in seen.in_graph:
+            placed = GradientHook(self, seen, is_view=False)
+            if hook.reads_gradients:
+                placed.sites.append(self.number(Site(hook.path, "gradient", index)))
+            seen.in_graph[hook.path, index] = placed
+            seen.placed.append(placed)
+
+    # Which passes are read.
+
     def admits(self, model: nn.Module) -> bool:
-        """Evaluation passes are not read, unless the model has never been seen training."""
+        """Evaluation passes are not part of a step, unless the model has never been seen training."""
         self._trained = self._trained or model.training
-        return model.training or not self._trained
+        return model.training or not (self._trained or self.gate.evaluation)
 
-    def _is_read(self) -> bool:
+    def _destination(self) -> Recorder | None:
+        """Where the forward that is running is read into; None where it is not."""
         model = self._model()
-        if model is None or not self.admits(model):
-            return False
+        if model is None:
+            return None
+        if not self.admits(model):
+            return self.evaluation
         if self.next_forward is not None and not in_backward():
-            ended, self.next_forward = self.next_forward, None
-            ended()
-        if self.token is None:
-            return False
+            with self._lock:  # modules may run in several threads, and none may look before the step has begun
+                if self.next_forward is not None:
+                    self.next_forward()
+                    self.next_forward = None
+        if self.seen is None:
+            return None
         if model.training and self._read_evaluation:
-            self._forget_evaluation()
+            # What was read before the first training pass is not of its step.
+            self.seen = Seen()
+            self._recorder.restart()
         self._read_evaluation = not model.training
-        return True
+        return self._recorder
 
-    def _forget_evaluation(self) -> None:
-        """What was read before the first training pass is not of its step."""
-        self._drop_step()
-        self.token = object()
-        self._recorder.restart()
+    # What is done with a tensor.
 
-    def _saw_tensor(self, hook: ForwardHook, index: str, tensor: Tensor) -> None:
-        activation, gradient = hook.site_numbers(index)
+    def _saw_tensor(self, seen: Seen, hook: ForwardHook, index: str, tensor: Tensor) -> None:
         if has_no_data(tensor):
             self._report.cannot_see(hook.path + index, "it holds no data: a tracing or torch.func stand-in")
             return
-        recent = self._recall(tensor)
-        span = recent.span if recent else None
-        if activation != NO_SITE and not in_backward():
+        activation, gradient = hook.site_numbers(index)
+        span, placed = seen.recall(tensor)
+        recomputed = in_backward()
+        if activation != NO_SITE and not recomputed:
             if span is not None:
                 self._recorder.share(activation, span)
             else:
-                span = self._recorder.record(activation, tensor)
-                if span is None:
-                    self._report.cannot_see(hook.path + index, f"{describe(tensor)}: only real numbers have statistics")
-                elif self._report.unseen:
-                    self._report.sees(hook.path + index)
-        placed = recent.hook if recent else None
-        if gradient != NO_SITE and tensor.requires_grad:
+                span = self._reduced(self._recorder, activation, tensor)
+            self._note_readable(hook.path + index, tensor, span is not None)
+        wanted = tensor.requires_grad and (gradient != NO_SITE or hook.ends_backward)
+        # A recomputed block is called with tensors that are hooked already, not with copies of them.
+        if wanted and not (recomputed and (tensor.is_leaf or is_hooked(tensor, seen, gradient))):
             if placed is None:
-                placed = self._place(tensor)
-            placed.sites.append(gradient)
-        self._remember(tensor, span, placed)
+                placed = self._place(seen, tensor)
+            if gradient != NO_SITE:
+                placed.sites.append(gradient)
+        seen.remember(tensor, span, placed)
 
-    def _place(self, tensor: Tensor) -> GradientHook:
-        hook = GradientHook(self, self.token, tensor._is_view())
+    def _record(self, recorder: Recorder, site: int, tensor: Tensor) -> None:
+        if site != NO_SITE and not has_no_data(tensor):
+            readable = self._reduced(recorder, site, tensor) is not None
+            self._note_readable(str(recorder.sites[site]), tensor, readable)
+
+    def _reduced(self, recorder: Recorder, site: int, tensor: Tensor) -> Span | None:
+        try:
+            return recorder.record(site, tensor)
+        except (RuntimeError, TypeError, NotImplementedError):
+            if is_ordinary(tensor):
+                raise
+            return None  # a type that does not do what tensors do
+
+    def _note_readable(self, name: str, tensor: Tensor, readable: bool) -> None:
+        if not readable:
+            self._report.cannot_see(name, f"{describe(tensor)}: only real numbers have statistics")
+        elif self._report.unseen:
+            self._report.sees(name)
+
+    def _place(self, seen: Seen, tensor: Tensor) -> GradientHook:
+        hook = GradientHook(self, seen, tensor._is_view())
         handle: RemovableHandle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
         if tensor.is_leaf:  # it outlives the step, and so would the hook
-            self._leaf_handles.append(handle)
-        self._placed.append(hook)
+            seen.leaf_handles.append(handle)
+        seen.placed.append(hook)
         return hook
 
-    def _recall(self, tensor: Tensor) -> _Recent | None:
-        recent = self._recent.get(id(tensor))
-        if recent is None or recent.tensor() is not tensor or recent.version != tensor._version:
-            return None
-        return recent
-
-    def _remember(self, tensor: Tensor, span: Span | None, hook: GradientHook | None) -> None:
-        if tensor.is_inference():  # has no version: an in-place change could not be told
+    def _note_backward(self, seen: Seen) -> None:
+        """Once a backward pass: passes inside passes (reentrant checkpoints) are part of it."""
+        if self.backward_ended is None or seen.backward != NO_BACKWARD or not in_backward():
             return
-        if len(self._recent) > MOST_RECENT:
-            self._recent.clear()
-        self._recent[id(tensor)] = _Recent(weakref.ref(tensor), tensor._version, span, hook)
+        seen.backward = backward_pass()
+        at_end_of_backward(partial(self._backward_ends, seen))
 
-    def _report_unseen(self) -> None:
-        if self._called:
-            for path in self._hooks:
-                if path not in self._called:
-                    self._report.cannot_see(path, NEVER_CALLED)
-                elif self._report.unseen.get(path) == NEVER_CALLED:
-                    self._report.sees(path)
-        reached = {site for hook in self._placed if hook.fired for site in hook.sites}
-        if reached:
-            self._report_unreached(reached)
-        self._report.tell_unseen()
-
-    def _report_unreached(self, reached: set[int]) -> None:
-        for hook in self._placed:
-            for site in hook.sites:
-                name = str(self._recorder.sites[site])
-                if site in reached:
-                    self._report.sees(name)
-                elif hook.is_view:
-                    self._report.cannot_see(name, "no gradient reached this view: unused, or modified in place later")
-                else:
-                    self._report.cannot_see(name, "no gradient reached it: the loss does not depend on it")
+    @runs_as_python
+    def _backward_ends(self, seen: Seen) -> None:
+        seen.backward = NO_BACKWARD
+        if self.seen is seen and self.backward_ended is not None:
+            with self._report.guarded("after backward"), unrecorded():
+                self.backward_ended(seen.scale)
+        seen.scale = None

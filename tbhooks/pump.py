@@ -41,6 +41,7 @@ class Pump:
 
     def __init__(self, sinks: Sequence[Sink], judge: Judge, report: Report) -> None:
         self._sinks = tuple(sinks)
+        self._evaluation_sinks: tuple[Sink, ...] | None = None
         self._judge = judge
         self._report = report
         self._queue: deque[Step | Callable[[Sink], None]] = deque()
@@ -49,6 +50,10 @@ class Pump:
         self._writing = False
         self._closed = False
         self._thread: threading.Thread | None = None
+
+    def send_evaluations_to(self, sinks: Sequence[Sink]) -> None:
+        """Evaluation passes go there from now on, and not with the rest."""
+        self._evaluation_sinks = tuple(sinks)
 
     def submit(self, step: Step) -> None:
         """Takes a step, or drops it; never waits."""
@@ -123,7 +128,7 @@ class Pump:
             self._busy, self._writing = True, not callable(item)
         started = time.perf_counter()
         if callable(item):
-            self._ask_sinks(item)
+            self._ask((*self._sinks, *(self._evaluation_sinks or ())), item)
         else:
             self._write(item)
         self._report.seconds_pump += time.perf_counter() - started
@@ -140,8 +145,14 @@ class Pump:
             self._report.drop("its numbers could not be read")
             return
         for frame in frames:
-            judged = self._judged(frame)
-            self._ask_sinks(lambda sink, frame=judged: sink.write(frame), writing=True)  # type: ignore[misc]
+            self._write_frame(self._judged(frame))
+
+    def _write_frame(self, frame: Frame) -> None:
+        sinks = self._sinks
+        if frame.is_evaluation and self._evaluation_sinks is not None:
+            sinks, frame = self._evaluation_sinks, frame.without_phase()
+        if self._ask(sinks, lambda sink: sink.write(frame)) == len(sinks) > 0:
+            self._report.drop("no sink could write it")
 
     def _judged(self, frame: Frame) -> Frame:
         try:
@@ -150,16 +161,16 @@ class Pump:
             self._report.error("rules", problem)
             return frame
 
-    def _ask_sinks(self, what: Callable[[Sink], None], writing: bool = False) -> None:
+    def _ask(self, sinks: Sequence[Sink], what: Callable[[Sink], None]) -> int:
+        """Asks each for something; how many could not."""
         failed = 0
-        for sink in self._sinks:
+        for sink in sinks:
             try:
                 what(sink)
             except OURS as problem:
                 failed += 1
                 self._report.error(type(sink).__name__, problem)
-        if writing and failed and failed == len(self._sinks):
-            self._report.drop("no sink could write it")
+        return failed
 
 
 def _flush(sink: Sink) -> None:

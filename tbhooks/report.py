@@ -45,6 +45,8 @@ class Stats:
     """Time spent in the background thread."""
     clock: str
     """What ends a step: "optimizer", "forward" or "manual"; "auto" until that is known."""
+    skipped: int
+    """Steps that a GradScaler left out because of infinite gradients."""
     kernel: str
     """What reduces CPU tensors: "C", or "torch" where the package was built without a compiler."""
 

@@ -9,8 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import Parameter
 
 from tbhooks.stats import COUNT, MAX, MIN, WIDTH, ZEROS
+
+ORDINARY = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
 def has_no_data(tensor: Tensor) -> bool:
@@ -20,6 +23,11 @@ def has_no_data(tensor: Tensor) -> bool:
         or isinstance(tensor, FakeTensor)
         or bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
     )
+
+
+def is_ordinary(tensor: Tensor) -> bool:
+    """A type and a number format for which every torch operation is there."""
+    return type(tensor) in (Tensor, Parameter) and tensor.dtype in ORDINARY
 
 
 def readable(tensor: Tensor) -> Tensor | None:
@@ -43,6 +51,8 @@ def describe(tensor: Tensor) -> str:
         return f"{dtype} tensor without data"
     if tensor.is_nested:
         return f"nested {dtype} tensor"
+    if type(tensor) not in (Tensor, Parameter):
+        return f"{type(tensor).__name__} of {dtype}"
     return f"{dtype} tensor" if tensor.layout is torch.strided else f"{dtype} tensor of layout {tensor.layout}"
 
 

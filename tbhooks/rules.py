@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from tbhooks.errors import ArgumentError, check_names
-from tbhooks.frame import Finding, Frame
+from tbhooks.frame import SKIPPED, Finding, Frame
 from tbhooks.history import History
 from tbhooks.stats import INFS, NANS
 
@@ -20,7 +20,12 @@ Rule = Callable[[History], Sequence[Finding]]
 def non_finite(history: History) -> list[Finding]:
     """NaN or infinity in an activation, gradient, weight or update; names the first site in execution order."""
     frame = history[-1]
+    skipped = _skipped_by_scaler(history)
     for site, row in zip(frame.sites, frame.values, strict=True):
+        if skipped and site.kind in ("gradient", "weight_gradient"):
+            continue  # a loss scale that was too large: the scaler has noticed, and lowers it
+        if site.attention_stat is not None:
+            continue  # a mask is minus infinity, and what it hides altogether has no distribution
         nans, infs = int(row[NANS]), int(row[INFS])
         if nans or infs:
             what = " and ".join(f"{n} {word}" for n, word in ((nans, "NaN"), (infs, "infinite")) if n)
@@ -31,6 +36,12 @@ def non_finite(history: History) -> list[Finding]:
             evidence = {"nan_count": nans, "inf_count": infs, "count": int(row[0])}
             return [Finding(frame.step, site, "non_finite", "error", message, evidence)]
     return []
+
+
+def _skipped_by_scaler(history: History) -> bool:
+    """Whether a GradScaler has skipped the newest step, or one since the last frame."""
+    counts = [frame.scalars[SKIPPED] for frame in history[-2:] if SKIPPED in frame.scalars]
+    return bool(counts) and counts[-1] > (counts[0] if len(counts) > 1 else 0)
 
 
 RULES: dict[str, Rule] = {"non_finite": non_finite}

@@ -5,12 +5,12 @@ from __future__ import annotations
 import atexit
 import contextlib
 import io
-import operator
 import os
 import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, runtime_checkable
@@ -18,11 +18,12 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from tbhooks import kernel
+from tbhooks import arguments, evaluation, kernel
 from tbhooks import rules as judgement
 from tbhooks.clock import MODES
+from tbhooks.compiled import never_compiled
 from tbhooks.errors import ArgumentError, ClosedError, check_names
-from tbhooks.frame import KINDS, Finding, Frame
+from tbhooks.frame import ALL_KINDS, KINDS, Finding, Frame
 from tbhooks.history import History
 from tbhooks.loop import Loop, Schedule
 from tbhooks.pump import DEADLINE_S, Pump
@@ -60,22 +61,23 @@ def watch(
     >>> w.close()
     """
     if not isinstance(model, nn.Module):
-        raise ArgumentError(f"model is a torch.nn.Module, not {_shown(model)}")
-    schedule = Schedule(_whole_number("every", every), _histograms(histograms))
+        raise ArgumentError(f"model is a torch.nn.Module, not {arguments.shown(model)}")
+    schedule = Schedule(arguments.whole_number("every", every), arguments.histograms(histograms))
     kinds = (kinds,) if isinstance(kinds, str) else kinds
     if not isinstance(kinds, list | tuple | set | frozenset):
-        raise ArgumentError(f"kinds is a list of {', '.join(KINDS)}, not {_shown(kinds)}")
+        raise ArgumentError(f"kinds is a list of {', '.join(ALL_KINDS)}, not {arguments.shown(kinds)}")
     kinds = tuple(kinds)
-    check_names("kind", kinds, KINDS)
+    check_names("kind", kinds, ALL_KINDS)
     if not kinds:
-        raise ArgumentError(f"kinds names at least one of {', '.join(KINDS)}")
+        raise ArgumentError(f"kinds names at least one of {', '.join(ALL_KINDS)}")
     check_names("step clock", (step,), MODES)
     check_names("value of ranks", (ranks,), ("local",))
     selector = Selector(model, include, exclude)
     chosen = judgement.choose(rules)
     rank = _rank()
-    sinks = make_sinks(writer, scalars) if rank == 0 else ()
-    watching = Watch(model, selector, kinds, schedule, step, rank, sinks, chosen)
+    sinks_of = partial(make_sinks, scalars=scalars)
+    sinks = sinks_of(writer) if rank == 0 else ()
+    watching = Watch(model, selector, kinds, schedule, step, rank, sinks, chosen, sinks_of)
     if rank == 0:
         watching._start()
     return watching
@@ -84,7 +86,7 @@ def watch(
 def unwatch(model: nn.Module) -> None:
     """Closes every watch on this model."""
     if not isinstance(model, nn.Module):
-        raise ArgumentError(f"model is a torch.nn.Module, not {_shown(model)}")
+        raise ArgumentError(f"model is a torch.nn.Module, not {arguments.shown(model)}")
     for watching in list(_open):
         if watching._is_on(model):
             watching.close()
@@ -96,6 +98,7 @@ class Watch:
     def __init__(
         self, model: nn.Module, selector: Selector, kinds: tuple[str, ...], schedule: Schedule, mode: str,
         rank: int, sinks: tuple[Sink, ...], rules: tuple[judgement.Rule, ...],
+        sinks_of: Callable[[Any], tuple[Sink, ...]],
     ) -> None:  # fmt: skip
         self._report = Report()
         self._history = History()
@@ -104,17 +107,22 @@ class Watch:
         self._loop = Loop(model, selector, kinds, schedule, mode, rank, self._pump.submit, self._report)
         self._model = weakref.ref(unwrap(model))
         self._sinks = sinks
+        self._sinks_of = sinks_of
+        self._evaluation_sinks: tuple[Sink, ...] = ()
+        self._kinds = kinds
         self._closed = False
         # Nothing to do any more, or ever: another rank, a forked child, a model that is gone.
         self._idle = rank != 0
 
+    @never_compiled
     def step(self, n: int | None = None) -> None:
         """Ends the current step and labels it n, or with the watch's own count. From then on nothing else does."""
         self._check_usable()
-        label = None if n is None else _whole_number("n", n, least=0)
+        label = None if n is None else arguments.whole_number("n", n, least=0)
         if not self._idle:
             self._loop.step(label)
 
+    @never_compiled
     def log(self, values: Mapping[str, Tensor | float]) -> None:
         """Logs numbers with the step, as `train/<name>`; device tensors ride in its one copy, without a sync.
 
@@ -122,9 +130,23 @@ class Watch:
         costs nothing and goes nowhere.
         """
         self._check_usable()
-        numbers = {_tag(name): _number(name, value) for name, value in _items(values)}
+        numbers = {arguments.tag(name): arguments.number(name, value) for name, value in arguments.items(values)}
         if not self._idle:
             self._loop.log(numbers)
+
+    def evaluation(self, writer: Any = None) -> Watch:
+        """Reads evaluation passes too, apart from training: all between two training passes make one frame.
+
+        It goes to `writer` (whatever `watch` takes for one), or with the rest under kinds such as `eval.activation`.
+        """
+        self._check_usable()
+        if not set(evaluation.KINDS) & set(self._kinds):
+            raise ArgumentError(f"an evaluation shows {', '.join(evaluation.KINDS)}; this watch has {self._kinds}")
+        if not self._idle:
+            if writer is not None:
+                self._open_evaluation_sinks(self._sinks_of(writer))
+            self._loop.read_evaluations()
+        return self
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -155,8 +177,7 @@ class Watch:
     @property
     def latest(self) -> Frame | None:
         """The newest frame, once the pump has made it."""
-        history = self.history
-        return history[-1] if len(history) else None
+        return self.history.latest
 
     @property
     def history(self) -> History:
@@ -180,7 +201,7 @@ class Watch:
             steps=loop.clock.count, logged=loop.logged, hooks_fired=report.hooks_fired, unseen=dict(report.unseen),
             aliases=dict(loop.probe.aliases), errors=report.errors, dropped=report.dropped,
             messages=tuple(report.messages), seconds_training=report.seconds_training,
-            seconds_pump=report.seconds_pump, clock=loop.clock.mode, kernel=kernel.name(),
+            seconds_pump=report.seconds_pump, clock=loop.clock.mode, kernel=kernel.name(), skipped=loop.scaler.skipped,
         )  # fmt: skip
 
     def __enter__(self) -> Watch:
@@ -200,11 +221,8 @@ class Watch:
         _prepare_process()
         for gone in [watching for watching in _open if watching._idle]:
             gone.close()
-        self._warn_of_shared_writers()
+        self._prepare(self._sinks)
         _open.add(self)
-        for sink in self._sinks:
-            if isinstance(sink, HasDestination):
-                sink.drain_before_close(self._drain)
         model = self._model()
         if model is not None:
             weakref.finalize(model, _model_is_gone, weakref.ref(self)).atexit = False
@@ -214,11 +232,31 @@ class Watch:
             self.close()
             raise
 
-    def _warn_of_shared_writers(self) -> None:
-        mine = {sink.destination for sink in self._sinks if isinstance(sink, HasDestination)}
-        theirs = {s.destination for other in _open for s in other._sinks if isinstance(s, HasDestination)}
-        for shared in mine & theirs:
-            self._report.tell(f"another open watch writes to {shared} too: where names are the same, their numbers mix")
+    def _prepare(self, sinks: tuple[Sink, ...]) -> None:
+        theirs = {destination for other in _open - {self} for destination in other._destinations()}
+        for sink in sinks:
+            if isinstance(sink, HasDestination):
+                sink.drain_before_close(self._drain)
+                if sink.destination in theirs:
+                    self._report.tell(
+                        f"another open watch writes to {sink.destination} too: where names are the same, "
+                        "their numbers mix"
+                    )
+
+    def _destinations(self) -> set[str]:
+        sinks = (*self._sinks, *self._evaluation_sinks)
+        return {sink.destination for sink in sinks if isinstance(sink, HasDestination)}
+
+    def _open_evaluation_sinks(self, sinks: tuple[Sink, ...]) -> None:
+        shared = self._destinations() & {sink.destination for sink in sinks if isinstance(sink, HasDestination)}
+        if shared:
+            raise ArgumentError(
+                f"{shared.pop()} is where this watch writes already; evaluation() without a writer puts evaluations "
+                "there too, under tags that begin with eval."
+            )
+        self._prepare(sinks)
+        self._evaluation_sinks += sinks
+        self._pump.send_evaluations_to(self._evaluation_sinks)
 
     def _check_usable(self) -> None:
         if self._closed:
@@ -247,7 +285,7 @@ class Watch:
         self._idle = True
         self._pump.abandon()
         self._loop.abandon()
-        self._loop.clock.stop()
+        self._loop.forget_everyone()
 
 
 @runtime_checkable
@@ -275,50 +313,9 @@ def make_sinks(writer: Any, scalars: Any) -> tuple[Sink, ...]:
         else:
             raise ArgumentError(
                 "writer is a SummaryWriter (torch or tensorboardX), a directory (str or Path), an object with "
-                f"write, flush and close, a list of those, or None, not {_shown(one)}"
+                f"write, flush and close, a list of those, or None, not {arguments.shown(one)}"
             )
     return tuple(sinks)
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return f"{text if len(text) < 80 else text[:77] + '...'} ({type(value).__name__})"
-
-
-def _whole_number(name: str, value: Any, least: int = 1) -> int:
-    if not isinstance(value, bool):
-        with contextlib.suppress(TypeError):
-            number = operator.index(value)
-            if number >= least:
-                return number
-    raise ArgumentError(f"{name} is a whole number of at least {least}, not {_shown(value)}")
-
-
-def _histograms(value: Any) -> bool | int:
-    return value if isinstance(value, bool) else _whole_number("histograms (if not True or False)", value)
-
-
-def _items(values: Any) -> list[tuple[Any, Any]]:
-    if not isinstance(values, Mapping):
-        raise ArgumentError(f'log takes a dict such as {{"loss": loss}}, not {_shown(values)}')
-    return list(values.items())
-
-
-def _tag(name: Any) -> str:
-    if not isinstance(name, str) or not name:
-        raise ArgumentError(f"log names values by non-empty strings, not {_shown(name)}")
-    return name if "/" in name else f"train/{name}"
-
-
-def _number(name: str, value: Any) -> Tensor | float:
-    if isinstance(value, Tensor):
-        if value.numel() == 1 and not value.is_complex() and not value.is_meta:
-            return value
-        raise ArgumentError(f"log takes one number a name; {name!r} is a tensor of shape {tuple(value.shape)}")
-    try:
-        return float(value)
-    except (TypeError, ValueError, OverflowError):
-        raise ArgumentError(f"log takes numbers and one-element tensors; {name!r} is {_shown(value)}") from None
 
 
 def _rank() -> int:

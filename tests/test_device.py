@@ -85,7 +85,8 @@ def test_scalars_logged_before_the_step_ends_ride_in_the_same_copy() -> None:
         assert record.syncs == 0
     made[0].close()
     assert counts == [1, 1, 2, 2, 3]
-    assert [sorted(frame.scalars) for frame in made[0].history] == [["train.lr/0", "train/loss"]] * 3
+    tags = ["train.grad_norm", "train.grad_norm_raw", "train.lr/0", "train/loss"]
+    assert [sorted(frame.scalars) for frame in made[0].history] == [tags] * 3
 
 
 def test_scalars_logged_after_the_optimizer_ride_in_the_same_copy_too() -> None:

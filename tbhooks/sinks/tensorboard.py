@@ -25,7 +25,7 @@ from tensorboard.summary.writer import record_writer
 
 from tbhooks import stats
 from tbhooks.errors import ArgumentError, check_names
-from tbhooks.frame import KINDS, Frame, Site
+from tbhooks.frame import ALL_KINDS, Frame, Site
 from tbhooks.stats import BASE, M2, STAT_NAMES, Counts, Floats
 
 PLUGIN = "tbhooks"
@@ -37,11 +37,13 @@ CORE_SCALARS = {
     "weight": ("norm",),
     "weight_gradient": ("norm",),
     "update": ("ratio",),
+    "input": ("mean", "std", "zero_fraction"),
+    "functional": ("mean", "std", "zero_fraction"),
 }
 # Logged for any kind on the steps where they are not zero, so that a NaN is never out of sight.
 ALARMS = ("nan_count", "inf_count")
 # An update's distribution is in the frame tensors; its stock histogram would tell few readers anything.
-HISTOGRAM_KINDS = frozenset(KINDS) - {"update"}
+HISTOGRAM_KINDS = frozenset(ALL_KINDS) - {"update"}
 # On TensorBoard's linear axis, everything within 1/1024 of the range around zero is one line.
 FINEST_SHARE = 2.0**-10
 
@@ -55,13 +57,15 @@ def scalar_table(scalars: object) -> dict[str, tuple[str, ...]]:
         if scalars == "core":
             return dict(CORE_SCALARS)
         if scalars == "all":
-            return {kind: tuple(name for name in STAT_NAMES if name != "ratio" or kind == "update") for kind in KINDS}
+            return {k: tuple(name for name in STAT_NAMES if name != "ratio" or k == "update") for k in ALL_KINDS}
         scalars = (scalars,)
     if not isinstance(scalars, Iterable):
         raise ArgumentError(f'scalars is "core", "all", a list of stat names, or (), not {scalars!r}')
     asked = tuple(scalars)
-    check_names("stat", asked, (*STAT_NAMES, *(f"{kind}.{name}" for kind in KINDS for name in STAT_NAMES)))
-    return {kind: tuple(name for name in STAT_NAMES if name in asked or f"{kind}.{name}" in asked) for kind in KINDS}
+    check_names("stat", asked, (*STAT_NAMES, *(f"{kind}.{name}" for kind in ALL_KINDS for name in STAT_NAMES)))
+    return {
+        kind: tuple(name for name in STAT_NAMES if name in asked or f"{kind}.{name}" in asked) for kind in ALL_KINDS
+    }
 
 
 class TensorBoardSink:
@@ -95,7 +99,7 @@ class TensorBoardSink:
         self._add_scalars(frame, add)
         if frame.buckets.shape[1]:
             _add_histograms(frame, add)
-        for kind in KINDS:
+        for kind in dict.fromkeys(site.kind for site in frame.sites):
             rows = [i for i, site in enumerate(frame.sites) if site.kind == kind]
             if rows:
                 self._layouts.setdefault(kind, _Layout(kind)).add(frame, rows, event.summary)
@@ -130,17 +134,30 @@ class TensorBoardSink:
     def _add_scalars(self, frame: Frame, add: Callable[..., Any]) -> None:
         wanted = {name for names in self._scalars.values() for name in names}
         columns = {name: frame.stat(name).tolist() for name in (*wanted, *ALARMS)}
-        alarming = [i for i in range(len(frame.sites)) if any(columns[name][i] for name in ALARMS)]
+        # Inside attention, masks are minus infinity.
+        alarming = [
+            i for i, site in enumerate(frame.sites)
+            if any(columns[name][i] for name in ALARMS) and site.attention_stat is None
+        ]  # fmt: skip
         for i, site in enumerate(frame.sites):
-            for name in self._scalars[site.kind]:
-                value = columns[name][i]
+            for name, value, whose in self._shown(frame, i, site, columns):
                 if math.isfinite(value):
-                    add(tag=f"{site.kind}.{name}/{site.name}", simple_value=value)
+                    add(tag=f"{site.kind}.{name}/{whose.name}", simple_value=value)
         for i in alarming:
             site = frame.sites[i]
             for name in ALARMS:
-                if columns[name][i] and name not in self._scalars[site.kind]:
+                if columns[name][i] and name not in self._scalars[site.plain_kind]:
                     add(tag=f"{site.kind}.{name}/{site.name}", simple_value=columns[name][i])
+
+    def _shown(
+        self, frame: Frame, i: int, site: Site, columns: dict[str, list[float]]
+    ) -> Iterable[tuple[str, float, Site]]:
+        """The scalars of a site; what is inside attention is summed up in one, under the attention's own name."""
+        attention = site.attention_stat if self._scalars[site.plain_kind] else None
+        if attention is None:
+            return [(name, columns[name][i], site) for name in self._scalars[site.plain_kind]]
+        name, stat, whose = attention
+        return [(name, float(stats.stat(stat, frame.values[i : i + 1], frame.buckets[i : i + 1])[0]), whose)]
 
 
 def _open(directory: str | Path) -> Any:
@@ -196,7 +213,7 @@ def _draining(writer: Any, wrapped: Callable[..., Any], args: Any, kwargs: Any) 
 
 
 def _add_histograms(frame: Frame, add: Callable[..., Any]) -> None:
-    drawn = [i for i, site in enumerate(frame.sites) if site.kind in HISTOGRAM_KINDS]
+    drawn = [i for i, site in enumerate(frame.sites) if site.plain_kind in HISTOGRAM_KINDS]
     for i, proto in zip(drawn, histograms(frame.values[drawn], frame.buckets[drawn]), strict=True):
         if proto is not None:
             add(tag=str(frame.sites[i]), histo=proto)

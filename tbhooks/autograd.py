@@ -1,0 +1,53 @@
+"""Where autograd stands right now: whether it runs backward here, and when that ends.
+
+All of torch's private autograd interfaces are used here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.checkpoint import CheckpointFunction
+
+NO_BACKWARD = -1
+_graph_task = getattr(torch._C, "_current_graph_task_id", lambda: NO_BACKWARD)
+_dispatch_modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
+_REENTRANT = CheckpointFunction.backward.__code__
+
+
+def backward_pass() -> int:
+    """The number of the backward pass autograd is running here, or NO_BACKWARD."""
+    return int(_graph_task())
+
+
+def in_backward() -> bool:
+    """Whether autograd is running backward here: a forward seen now is a checkpoint being recomputed."""
+    return backward_pass() != NO_BACKWARD
+
+
+def in_nested_backward() -> bool:
+    """Whether that backward runs inside another one: a reentrant checkpoint computes its own gradients."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _REENTRANT:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def at_end_of_backward(function: Callable[[], None]) -> None:
+    """Calls it when the running backward pass has ended, after what others want done then: DDP averages there."""
+    queue = torch.autograd.Variable._execution_engine.queue_callback
+    queue(partial(queue, function))
+
+
+def unrecorded() -> contextlib.AbstractContextManager[Any]:
+    """What others record on this thread (tracers, selective checkpoints, FLOP counters) is not to include us."""
+    return _disable_current_modes() if _dispatch_modes() else contextlib.nullcontext()

@@ -1,0 +1,153 @@
+"""What torch.compile needs: operators that carry numbers out of a compiled graph, and code it must leave alone.
+
+A hook that is compiled with the model cannot run Python. What it does instead becomes part of the graph: one
+operator a tensor, with an effect and no result, that hands the tensor to the same recorder as in eager mode. A
+hook is known in the graph by a ticket, which is a tensor: modules that share compiled code keep sharing it. All
+of torch's private compile interfaces are used here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+import torch
+import wrapt
+from torch import Tensor
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class Observer(Protocol):
+    """Who is told what runs inside a compiled graph."""
+
+    def saw_in_graph(self, tensor: Tensor, kind: str, index: str, needs_gradient: bool, serial: int) -> None: ...
+
+    def began_in_graph(self) -> None: ...
+
+
+class Gate:
+    """All that compiled code asks of a watch. Each answer is one graph, so there are two: read, and not read."""
+
+    __slots__ = ("evaluation", "open", "serial", "was_compiled")
+
+    def __init__(self) -> None:
+        self.open = False
+        """Whether the next forward is read."""
+        self.evaluation = False
+        """Whether evaluation passes are read."""
+        self.was_compiled = False
+        """Whether any hook was compiled: from then on they stay on, as later ones would go unnoticed."""
+        self.serial = _host_number(0)
+        """The number of the step: a backward pass that comes late shows here."""
+
+    def next_step(self) -> None:
+        # A new tensor: the old one may be kept for a backward that is still to come.
+        self.serial = _host_number(int(self.serial) + 1)
+
+    def compiling(self) -> bool:
+        """Called while a hook is being compiled, and only then."""
+        self.was_compiled = True
+        return True
+
+    # torch._dynamo calls a function with this mark at once, and keeps its result in the graph.
+    compiling._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _host_number(value: int) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.tensor(value, dtype=torch.int64, device="cpu")
+
+
+_numbers = itertools.count(1)
+_observers: weakref.WeakValueDictionary[int, Observer] = weakref.WeakValueDictionary()
+
+
+def ticket(observer: Observer) -> Tensor:
+    """What an observer is known by inside a compiled graph, as long as it lives."""
+    number = next(_numbers)
+    _observers[number] = observer
+    return _host_number(number)
+
+
+def _see(tensor: Tensor | None, kind: str, index: str, needs_gradient: bool, ticket: Tensor, serial: Tensor) -> None:
+    observer = _observers.get(int(ticket))
+    if observer is not None and tensor is not None:
+        observer.saw_in_graph(tensor, kind, index, needs_gradient, int(serial))
+
+
+def _begin(ticket: Tensor) -> None:
+    observer = _observers.get(int(ticket))
+    if observer is not None:
+        observer.began_in_graph()
+
+
+_library: Any = torch.library.Library("tbhooks", "DEF")  # type: ignore[no-untyped-call]
+
+
+def _define(schema: str, run: Callable[..., None]) -> Any:
+    """An operator that compilers keep, keep in order, and never capture into a CUDA graph: it runs Python."""
+    name = schema.partition("(")[0]
+    unsafe = getattr(torch.Tag, "cudagraph_unsafe", None)
+    _library.define(schema, tags=() if unsafe is None else (unsafe,))
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"tbhooks::{name}", lambda *_: None, lib=_library)
+    with contextlib.suppress(ImportError, AttributeError):  # without effects, compilers may drop the operator
+        from torch._library.effects import EffectType  # noqa: PLC0415  not in every version
+
+        torch._library.simple_registry.singleton.find(f"tbhooks::{name}").effect.register(EffectType.ORDERED)
+    return getattr(torch.ops.tbhooks, name).default
+
+
+see = _define("see(Tensor? tensor, str kind, str index, bool needs_gradient, Tensor ticket, Tensor serial) -> ()", _see)
+"""Hands a tensor to the observer of `ticket`."""
+begin = _define("begin(Tensor ticket) -> ()", _begin)
+"""Tells the observer of `ticket` that a forward of the whole model begins."""
+
+
+def runs_as_python(function: Function) -> Function:
+    """Marks a function that torch.compile may trace as part of a model, but never compiles on its own."""
+    with contextlib.suppress(ImportError, AttributeError):
+        from torch._C._dynamo import eval_frame  # noqa: PLC0415  private
+
+        skip = eval_frame._FrameAction.SKIP
+        strategy = eval_frame._FrameExecStrategy(skip, skip)  # neither itself nor what it calls
+        eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    return function
+
+
+def never_compiled(function: Function) -> Function:
+    """Marks a function that torch.compile must not look into at all; what torch.compiler.disable does, unloaded."""
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return runs_as_python(function)
+
+
+def show(tensor: Tensor, kind: str, index: str, wants_gradient: bool, ticket: Tensor, serial: Tensor) -> None:
+    """Puts a tensor, and if it is wanted its gradient, into the graph that is being compiled.
+
+    torch._dynamo takes the call as it is; what it does is traced below it, where tensors take hooks again.
+    """
+    # A leaf outlives the graph, and so would a hook on it; compiled autograd takes no hooks at all.
+    has_gradient = wants_gradient and tensor.requires_grad and not tensor.is_leaf and not _backward_is_compiled()
+    see(tensor.detach(), kind, index, has_gradient, ticket, serial)
+    if has_gradient:
+
+        def saw(gradient: Tensor | None) -> None:  # None where only other outputs of the same operation are used
+            see(gradient, "gradient", index, False, ticket, serial)
+
+        tensor.register_hook(saw)  # type: ignore[no-untyped-call]
+
+
+def _backward_is_compiled() -> bool:
+    return bool(sys.modules["torch._dynamo"].compiled_autograd.compiled_autograd_enabled)
+
+
+def _take_as_it_is(dynamo: Any) -> None:
+    dynamo.allow_in_graph(show)
+
+
+wrapt.register_post_import_hook(_take_as_it_is, "torch._dynamo")

@@ -1,0 +1,399 @@
+"""The functional operations a model calls inside its forwards, such as `F.relu`, `@` and attention.
+
+A `TorchFunctionMode` lies on torch's stack of modes only while a module of the model runs, and passes every
+call on untouched. It decides what is seen and under which name; reducing, and telling a recompute from a
+forward, is the caller's. It puts no hooks on anything and never waits for the device.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from itertools import repeat
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import DeviceContext
+
+from tbhooks import outputs
+from tbhooks.report import Report
+from tbhooks.rows import has_no_data
+
+Operation = Callable[..., Any]
+Given = tuple[tuple[Any, ...], dict[str, Any]]
+Inside = Iterator[tuple[str, Tensor]]
+LookInside = Callable[[tuple[Any, ...], dict[str, Any], Tensor], Inside]
+Saw = Callable[[str, str, Tensor], None]
+"""Gets the site's path such as "encoder.layer.0.attention:softmax", an index such as "" or "[1]", and the tensor."""
+
+# Attention is looked at in parts whose temporaries have at most so many elements, or one query's.
+MOST_LOGITS = 1 << 22
+# The logarithm of about the smallest normal float32. Below it `exp` takes a hundred times as long on a CPU.
+FAINTEST = -87.0
+# What weights as faint as that may add up to.
+NO_ENTROPY = 1e-25
+# Calls of one operation within one forward of a module that have an index of their own.
+MOST_CALLS = 32
+
+_NAMES = """
+    relu relu6 leaky_relu elu gelu silu mish selu celu softplus softsign sigmoid logsigmoid tanh hardswish hardsigmoid
+    hardtanh hardshrink softshrink tanhshrink threshold glu prelu rrelu
+    softmax log_softmax softmin gumbel_softmax logsumexp
+    matmul mm bmm addmm addbmm baddbmm einsum bilinear linear scaled_dot_product_attention multi_head_attention_forward
+    layer_norm rms_norm group_norm batch_norm instance_norm local_response_norm normalize cosine_similarity
+    dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout feature_dropout
+    conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d embedding embedding_bag interpolate
+    max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d lp_pool1d lp_pool2d lp_pool3d
+    adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d
+    adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d
+"""
+_LISTED = _NAMES.split()
+_SPELLINGS = {
+    "matmul": ("__matmul__", "__rmatmul__"),
+    "sigmoid": ("expit",),
+    **{name: (f"{name}_with_indices",) for name in _LISTED if "max_pool" in name},
+}
+OPERATIONS: dict[Operation, str] = {
+    operation: name
+    for name in _LISTED
+    for spelling in (name, f"{name}_", *_SPELLINGS.get(name, ()))
+    for namespace in (F, torch, Tensor, torch.special, torch.linalg, torch._C._nn)
+    for operation in (getattr(namespace, spelling, None),)
+    if operation is not None
+}
+"""What is seen, in every spelling, and the name it is seen under."""
+# Python functions whose own operations are seen too, from torch 2.13 on. Of all others only the outermost call is.
+COMPOSITE = frozenset({F.multi_head_attention_forward} if hasattr(torch.overrides, "redispatch_function") else ())
+
+ATTENTION = frozenset({"softmax", "scaled_dot_product_attention"})
+# These look whether a mode is on and then leave their fused path, whose last bits may differ.
+FUSED_IN_EVALUATION = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
+
+# A frame of this code is a module's call.
+_MODULE_CALL = nn.Module._call_impl.__code__
+_push = torch._C._push_on_torch_function_stack
+_pop = torch._C._pop_torch_function_stack
+
+
+class _Call:
+    """The forward of a module that is running."""
+
+    __slots__ = ("blind", "counts", "frame", "only", "path")
+
+    def __init__(self, path: str, module: nn.Module, frame: int, inside_blind: bool) -> None:
+        self.path, self.frame = path, frame
+        self.blind = inside_blind or (isinstance(module, FUSED_IN_EVALUATION) and not module.training)
+        self.only = _seen_in(module)
+        self.counts: dict[str, int] = {}
+
+    def index(self, name: str) -> str:
+        """The index of the next call of this operation."""
+        earlier = self.counts.get(name, 0)
+        self.counts[name] = earlier + 1
+        return f"[{min(earlier, MOST_CALLS - 1)}]" if earlier else ""
+
+
+def _seen_in(module: nn.Module) -> frozenset[str] | None:
+    """Which operations are seen in a module; None for all.
+
+    The forward of torch's own modules is one operation, whose result is the activation that is logged anyway:
+    nothing is seen there but attention, for its logits and entropy. Transformer layers are the exception: they
+    call a functional activation between modules. Where a user's module returns an operation's result, both are
+    the same tensor object, which the reader can tell.
+    """
+    where = getattr(type(module).forward, "__module__", None) or ""
+    return ATTENTION if where.startswith("torch.nn.") and where != "torch.nn.modules.transformer" else None
+
+
+def _is_running(call: _Call, frame: FrameType | None) -> bool:
+    """Whether a module's call is around a frame. Frames are known by their address: one held would hold tensors."""
+    while frame is not None and id(frame) != call.frame:
+        frame = frame.f_back
+    return id(frame) == call.frame  # id(None) where the module was not called as one
+
+
+def _count_running(calls: list[_Call], frame: FrameType | None) -> int:
+    """How many of these nested calls are around a frame.
+
+    torch runs no hook at all when a KeyboardInterrupt ends a forward, so that it was left can only be seen here.
+    """
+    count = len(calls)
+    while count and not _is_running(calls[count - 1], frame):
+        count -= 1
+    return count
+
+
+class _Mode(TorchFunctionMode):
+    """One thread's running modules, and what sees the operations they call."""
+
+    def __init__(self, owner: Functional) -> None:
+        self.calls: list[_Call] = []
+        self.era = owner.era
+        self._owner = owner
+        self._on = False
+        self._operations_running = 0
+
+    def enter(self, path: str, module: nn.Module) -> None:
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code is not _MODULE_CALL:
+            frame = frame.f_back
+        del self.calls[_count_running(self.calls, frame and frame.f_back) :]
+        inside_blind = bool(self.calls) and self.calls[-1].blind
+        self.calls.append(_Call(path, module, id(frame), inside_blind))
+        self.settle()
+
+    def leave(self, path: str) -> None:
+        paths = [call.path for call in self.calls]
+        if path in paths:
+            del self.calls[-1 - paths[::-1].index(path) :]
+        self.settle()
+
+    def settle(self) -> None:
+        """Puts the mode on or off, as the running modules want it.
+
+        While one of its operations runs torch itself holds the mode, and puts it back afterwards: then it stays
+        until the next module is entered or left, and sees nothing where no module runs.
+        """
+        wanted = bool(self.calls) and not self.calls[-1].blind
+        if wanted is self._on or self._operations_running:
+            return
+        (_push if wanted else _take_off)(self)
+        self._on = wanted
+
+    def __torch_function__(
+        self, func: Operation, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.compiler.is_compiling():
+            return func(*args, **kwargs)
+        name = OPERATIONS.get(func)
+        call = None if name is None else self._innermost(sys._getframe(1))
+        self._operations_running += 1
+        try:
+            if name is None or call is None:
+                return func(*args, **kwargs)
+            opens = func in COMPOSITE and _nobody_else_is_asked(types)
+            result = self._open(func, types, args, kwargs) if opens else func(*args, **kwargs)
+            if call.only is None or name in call.only:
+                self._owner.saw_operation(call, name, (args, kwargs), result)
+            return result
+        finally:
+            self._operations_running -= 1
+
+    def _innermost(self, frame: FrameType | None) -> _Call | None:
+        """The module that calls an operation. Changes nothing: torch may call from a thread of its own."""
+        if self.era is not self._owner.era:
+            return None
+        running = _count_running(self.calls, frame)
+        return self.calls[running - 1] if running else None
+
+    def _open(self, func: Operation, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the body of a composite operation with the mode on."""
+        with self:
+            return torch.overrides.redispatch_function(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+
+
+def _nobody_else_is_asked(types: Any) -> bool:
+    """Whether neither a subclass nor another mode, which a redispatch would pass over, has a say in an operation."""
+    modes = map(torch._C._get_function_stack_at, range(torch._C._len_torch_function_stack()))
+    return all(map(_has_plain_meaning, types)) and all(isinstance(mode, DeviceContext | _Mode) for mode in modes)
+
+
+def _take_off(mode: TorchFunctionMode) -> None:
+    """Removes a mode from torch's stack, wherever it lies, and leaves all others as they are."""
+    if not any(torch._C._get_function_stack_at(i) is mode for i in range(torch._C._len_torch_function_stack())):
+        return
+    above = []
+    while (top := _pop()) is not mode:
+        above.append(top)
+    for other in reversed(above):
+        _push(other)
+
+
+class Functional:
+    """Sees the functional operations a model calls, while one of its forwards runs in a logged step.
+
+    Every module of the model has to say when it is entered and left; the order is mended where a call was
+    missed. After an interrupt that ends a forward without a word the mode sees nothing any more, and is
+    taken off by the next of the three calls below.
+    """
+
+    def __init__(self, saw: Saw, report: Report) -> None:
+        self.era = object()
+        """Changes when everything is forgotten, for the threads that did not forget it themselves."""
+        self._saw = saw
+        self._report = report
+        self._local = threading.local()
+        self._broken: set[str] = set()
+
+    def enter_module(self, path: str, module: nn.Module) -> None:
+        """To be called from a forward pre-hook of every module."""
+        if not _is_traced():
+            self._mode().enter(path, module)
+
+    def leave_module(self, path: str) -> None:
+        """To be called from an `always_call` forward hook; ends what was entered inside as well."""
+        if not _is_traced():
+            self._mode().leave(path)
+
+    def abandon(self) -> None:
+        """Forgets everything, and takes the mode off; other threads do so at their next module."""
+        self.era = object()
+        self._mode().settle()
+
+    def _mode(self) -> _Mode:
+        mode: _Mode | None = getattr(self._local, "mode", None)
+        if mode is None:
+            mode = self._local.mode = _Mode(self)
+        if mode.era is not self.era:
+            mode.era = self.era
+            mode.calls.clear()
+        return mode
+
+    def saw_operation(self, call: _Call, name: str, given: Given, result: object) -> None:
+        """Shows the result of an operation, and of attention its logits and entropies."""
+        path = f"{call.path}:{name}"
+        if path in self._broken or _is_traced():
+            return
+        started = self._report.enter()
+        try:
+            with torch._C.DisableTorchFunction():  # neither subclasses nor modes of the user see our reading
+                for _, tensor in outputs.tensors(result)[:1]:
+                    if not has_no_data(tensor):
+                        index = call.index(name)
+                        self._saw(path, index, tensor)
+                        if name in _INSIDE:
+                            self._show_inside(path, index, tensor, _INSIDE[name], given)
+        except Exception as problem:
+            self._broken.add(path)
+            self._report.error(f"functional {path}", problem)
+        finally:
+            self._report.leave(started)
+
+    def _show_inside(self, path: str, index: str, result: Tensor, look: LookInside, given: Given) -> None:
+        args, kwargs = given
+        for value in (result, *args, *kwargs.values()):
+            if isinstance(value, Tensor) and not _is_plain(value):
+                self._report.cannot_see(f"{path}.entropy", f"not computed from a {type(value).__name__} like this")
+                return
+        for part, inside in look(args, kwargs, result):
+            self._saw(f"{path}.{part}", index, inside)
+
+
+def _is_traced() -> bool:
+    return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+
+
+_PLAIN_MEANING = (getattr(Tensor.__torch_function__, "__func__", None), torch._C._disabled_torch_function_impl)
+
+
+def _has_plain_meaning(kind: type[Tensor]) -> bool:
+    return getattr(kind.__torch_function__, "__func__", kind.__torch_function__) in _PLAIN_MEANING
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Not a mask that only stands for one, nor a distributed tensor, which would talk to other ranks."""
+    return (
+        _has_plain_meaning(type(tensor))
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+        and not hasattr(tensor, "to_local")
+        and not has_no_data(tensor)
+    )
+
+
+def _inside_softmax(args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Inside:
+    """The whole input, and the entropy of each distribution."""
+    logits: Tensor = args[0] if args else kwargs["input"]
+    if logits is result or not (logits.is_floating_point() and result.is_floating_point()):
+        return
+    yield "logits", logits
+    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    if dim is None:
+        dim = 0 if logits.dim() in (0, 1, 3) else 1  # what softmax takes, with a warning
+    yield "entropy", _entropies(logits, dim)
+
+
+def _inside_attention(args: tuple[Any, ...], kwargs: dict[str, Any], _result: Tensor) -> Inside:
+    """Of each query the largest logit over the keys, not all of them, and the entropy of its weights."""
+    given = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False)) | kwargs
+    query, key, mask = given["query"], given["key"], given.get("attn_mask")
+    if query.numel() == 0 or key.numel() == 0:
+        return
+    scale = given.get("scale")
+    scale = 1 / math.sqrt(query.size(-1)) if scale is None else scale
+    grouped = given.get("enable_gqa", False) and query.size(-3) != key.size(-3)
+    if grouped:
+        query, key, mask = _by_group(query, key, mask)
+    with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
+        found = _per_query(*_of_one_shape(query, key, mask), scale, given.get("is_causal", False))
+    for part, numbers in zip(("logits", "entropy"), found, strict=True):
+        yield part, numbers.flatten(-3, -2) if grouped else numbers
+
+
+_INSIDE: dict[str, LookInside] = {"softmax": _inside_softmax, "scaled_dot_product_attention": _inside_attention}
+
+
+@torch.no_grad()
+def _entropies(logits: Tensor, dim: int) -> Tensor:
+    """In nats. Masked logits stay finite on the way, and add nothing; where all are masked it is NaN."""
+    wide = None if logits.dtype.itemsize >= 4 else torch.float32
+    logs = torch.log_softmax(logits, dim, dtype=wide).clamp_(min=FAINTEST)
+    return F.hardshrink(logs.exp().mul_(logs).sum(dim).neg_().float(), NO_ENTROPY)
+
+
+def _by_group(query: Tensor, key: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gives the query heads that share a key head a dimension of their own, so that no key is repeated."""
+    groups = (key.size(-3), query.size(-3) // key.size(-3))
+    if mask is not None and mask.dim() > 2:
+        mask = mask.unsqueeze(-3) if mask.size(-3) == 1 else mask.reshape(*mask.shape[:-3], *groups, *mask.shape[-2:])
+    return query.reshape(*query.shape[:-3], *groups, *query.shape[-2:]), key.unsqueeze(-3), mask
+
+
+def _of_one_shape(query: Tensor, key: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    shapes = [tensor.shape[:-2] for tensor in (query, key, mask) if tensor is not None]
+    lead = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
+    if mask is not None:
+        mask = mask.expand(*lead, query.size(-2), key.size(-2))
+    return query.expand(*lead, -1, -1), key.expand(*lead, -1, -1), mask
+
+
+def _per_query(query: Tensor, key: Tensor, mask: Tensor | None, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """The largest logit and the entropy of each query, in parts whose temporaries are small."""
+    rows, keys, width = query.size(-2), key.size(-2), key.size(-1)
+    elements = math.prod(query.shape[:-2]) * max(rows * keys, rows * width, keys * width)
+    dim = next((dim for dim, size in enumerate(query.shape[:-2]) if size > 1), None)
+    if dim is None or elements <= MOST_LOGITS:
+        return _by_rows(query, key, mask, scale, causal)
+    size = max(1, query.size(dim) * MOST_LOGITS // elements)
+    masks = repeat(None) if mask is None else torch.split(mask, size, dim)
+    parts = zip(torch.split(query, size, dim), torch.split(key, size, dim), masks, strict=False)
+    return _joined([_per_query(*part, scale, causal) for part in parts], dim)
+
+
+def _by_rows(query: Tensor, key: Tensor, mask: Tensor | None, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    keys = key.float().transpose(-2, -1)
+    columns = torch.arange(key.size(-2), device=key.device)
+    size = max(1, MOST_LOGITS // (math.prod(query.shape[:-2]) * key.size(-2)))
+    parts = []
+    for first in range(0, query.size(-2), size):
+        logits = torch.matmul(query[..., first : first + size, :].float() * scale, keys)
+        if causal:
+            rows = torch.arange(first, first + logits.size(-2), device=key.device)
+            logits.masked_fill_(columns > rows.unsqueeze(-1), -math.inf)
+        if mask is not None:
+            part = mask[..., first : first + size, :]
+            logits = logits.masked_fill_(~part, -math.inf) if part.dtype is torch.bool else logits.add_(part)
+        parts.append((logits.amax(-1), _entropies(logits, -1)))
+    return _joined(parts, -1)
+
+
+def _joined(parts: list[tuple[Tensor, Tensor]], dim: int) -> tuple[Tensor, Tensor]:
+    largest, entropy = zip(*parts, strict=True)
+    return torch.cat(largest, dim), torch.cat(entropy, dim)

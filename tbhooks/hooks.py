@@ -1,0 +1,231 @@
+"""The objects torch calls: on a module's inputs and outputs, on a tensor's gradient, on the whole model.
+
+Each tells the probe at once and keeps nothing: no tensor, no graph. A copied or pickled model takes none of
+them along. Where a model is compiled, its hooks are compiled with it and speak through compiled.see.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from tbhooks import compiled, outputs
+from tbhooks.autograd import in_backward
+from tbhooks.buffer import NO_SITE
+from tbhooks.compiled import Gate, runs_as_python
+from tbhooks.frame import ROOT, Site
+from tbhooks.functional import Functional
+from tbhooks.rows import has_no_data
+
+
+class Told(Protocol):
+    """What the hooks call."""
+
+    gate: Gate
+
+    def saw_output(self, hook: ForwardHook, output: object) -> None: ...
+
+    def saw_inputs(self, hook: ForwardHook, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None: ...
+
+    def saw_gradient(self, hook: GradientHook, gradient: Tensor) -> None: ...
+
+    def saw_scaled_loss(self, hook: ScaledLossHook) -> None: ...
+
+    def saw_in_graph(
+        self, hook: ForwardHook, tensor: Tensor, kind: str, index: str, needs_gradient: bool, serial: int
+    ) -> None: ...
+
+    def number(self, site: Site) -> int: ...
+
+
+class _Unkept:
+    """A hook that copies and pickles to nothing: a copy of the model does not log, and loads without tbhooks."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The standard library's own callable that takes a hook's three arguments and does nothing.
+        return getattr, (contextlib.nullcontext(), "__exit__")
+
+
+class ForwardHook(_Unkept):
+    """Placed on a module for a logged step; on a compiled one for good."""
+
+    __slots__ = (
+        "__weakref__", "broken", "ends_backward", "gate", "module", "path", "probe", "reads_gradients",
+        "reads_inputs", "reads_operations", "reads_outputs", "sites", "ticket",
+    )  # fmt: skip
+
+    def __init__(self, probe: Told, path: str, module: nn.Module, wants: Callable[[str], bool], chosen: bool) -> None:
+        self.probe, self.path, self.module = probe, path, weakref.ref(module)
+        self.gate = probe.gate
+        self.ticket = compiled.ticket(self)
+        self.sites: dict[str, tuple[int, int]] = {}
+        self.reads_outputs = chosen and wants("activation")
+        self.reads_gradients = chosen and wants("gradient")
+        self.reads_inputs = chosen and wants("input")
+        self.reads_operations = chosen and wants("functional")
+        # The end of a backward pass through its output is when weight gradients are read.
+        self.ends_backward = path == ROOT and wants("weight_gradient")
+        self.broken = False
+
+    @property
+    def reads(self) -> bool:
+        """Whether it is there for the module's own sake."""
+        return self.reads_outputs or self.reads_gradients
+
+    @runs_as_python
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            if not torch.compiler.is_exporting() and _is_read_in_graph(self.gate, module):
+                wants_gradient = self.reads_gradients or self.ends_backward
+                for index, tensor in outputs.tensors(output):
+                    compiled.show(tensor, "activation", index, wants_gradient, self.ticket, self.gate.serial)
+        elif not self.broken:
+            self.probe.saw_output(self, output)
+
+    def site_numbers(self, index: str) -> tuple[int, int]:
+        """The numbers of this output's activation and gradient."""
+        if index not in self.sites:
+            number, path = self.probe.number, self.path
+            self.sites[index] = (
+                number(Site(path, "activation", index)) if self.reads_outputs else NO_SITE,
+                number(Site(path, "gradient", index)) if self.reads_gradients else NO_SITE,
+            )
+        return self.sites[index]
+
+    def saw_in_graph(self, tensor: Tensor, kind: str, index: str, needs_gradient: bool, serial: int) -> None:
+        if not self.broken:
+            self.probe.saw_in_graph(self, tensor, kind, index, needs_gradient, serial)
+
+    def began_in_graph(self) -> None:
+        """Only the whole model's hook is told of that."""
+
+
+class InputHook(_Unkept):
+    """Placed on a module whose inputs are watched: they are read before its forward can overwrite them."""
+
+    __slots__ = ("hook",)
+
+    def __init__(self, hook: ForwardHook) -> None:
+        self.hook = hook
+
+    @runs_as_python
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        hook = self.hook
+        if torch.compiler.is_compiling():
+            if not torch.compiler.is_exporting() and _is_read_in_graph(hook.gate, module):
+                for index, tensor in outputs.inputs(args, kwargs):
+                    compiled.show(tensor, "input", index, False, hook.ticket, hook.gate.serial)
+        elif not hook.broken:
+            hook.probe.saw_inputs(hook, args, kwargs)
+
+
+def _is_read_in_graph(gate: Gate, module: nn.Module) -> bool:
+    gate.compiling()
+    return gate.open or (gate.evaluation and not module.training)
+
+
+class GradientHook:
+    """Placed on an output; serves every site whose output is that very tensor. Holds no tensor itself."""
+
+    __slots__ = ("fired", "is_view", "probe", "sites", "step")
+
+    def __init__(self, probe: Told, step: object, is_view: bool) -> None:
+        self.probe, self.step, self.is_view = probe, step, is_view
+        self.sites: list[int] = []
+        self.fired = False
+
+    @runs_as_python
+    def __call__(self, gradient: Tensor | None) -> None:
+        if gradient is not None:
+            self.probe.saw_gradient(self, gradient)
+
+
+def is_hooked(tensor: Tensor, step: object, site: int) -> bool:
+    """Whether this very tensor has shown its gradient for that site already."""
+    hooks = (tensor._backward_hooks or {}).values()
+    return any(isinstance(hook, GradientHook) and hook.step is step and site in hook.sites for hook in hooks)
+
+
+class ScaledLossHook:
+    """Placed on a loss that a GradScaler multiplied: says so when its backward begins."""
+
+    __slots__ = ("probe", "scale", "step")
+
+    def __init__(self, probe: Told, step: object, scale: Tensor) -> None:
+        self.probe, self.step, self.scale = probe, step, scale
+
+    @runs_as_python
+    def __call__(self, gradient: Tensor | None) -> None:
+        self.probe.saw_scaled_loss(self)
+
+
+class EnterHook(_Unkept):
+    """Tells that a module's forward begins, to name the operations it calls."""
+
+    __slots__ = ("functional", "path")
+
+    def __init__(self, functional: Functional, path: str) -> None:
+        self.functional, self.path = functional, path
+
+    @runs_as_python
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if not torch.compiler.is_compiling() and not in_backward():
+            self.functional.enter_module(self.path, module)
+
+
+class LeaveHook(_Unkept):
+    """Tells that it has ended, one way or another."""
+
+    __slots__ = ("functional", "path")
+
+    def __init__(self, functional: Functional, path: str) -> None:
+        self.functional, self.path = functional, path
+
+    @runs_as_python
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling() and not in_backward():
+            self.functional.leave_module(self.path)
+
+
+def _are_stand_ins(args: Any) -> bool:
+    return any(has_no_data(tensor) for _, tensor in outputs.tensors(args))
+
+
+class RootHook(_Unkept):
+    """Tells that the model's forward begins, for clocks that count forwards."""
+
+    __slots__ = ("__weakref__", "in_graph", "ticket", "told")
+
+    def __init__(self, told: Callable[[], None], in_graph: bool) -> None:
+        self.told, self.in_graph = told, in_graph
+        self.ticket = compiled.ticket(self)
+
+    @runs_as_python
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if not torch.compiler.is_compiling():
+            if torch._C._get_tracing_state() is None and not _are_stand_ins(args):
+                self.told()
+        elif self.in_graph and not torch.compiler.is_exporting():
+            compiled.begin(self.ticket)
+
+    def began_in_graph(self) -> None:
+        self.told()
+
+    def saw_in_graph(self, tensor: Tensor, kind: str, index: str, needs_gradient: bool, serial: int) -> None:
+        """It sees no tensors."""
+
+
+def sweep(model: nn.Module, probe: Told) -> None:
+    """Takes off the probe's hooks that others have moved to modules of their own, as quantisation does."""
+    for module in model.modules():
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            for key, hook in list(hooks.items()):
+                if isinstance(hook, _Unkept) and getattr(getattr(hook, "hook", hook), "probe", None) is probe:
+                    del hooks[key]
