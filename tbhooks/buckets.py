@@ -28,7 +28,9 @@ def _table(like: Tensor) -> Tensor:
     if key not in _tables:
         with torch.inference_mode(False):
             made = _bucket_of_bits(like.dtype)
-            _tables[key] = like.detach().new_empty(made.shape, dtype=made.dtype).copy_(made)
+            # On a CPU the tensor could be of a class that makes its own kind.
+            on_host = like.device.type == "cpu"
+            _tables[key] = made if on_host else like.detach().new_empty(made.shape, dtype=made.dtype).copy_(made)
     return _tables[key]
 
 

@@ -132,7 +132,7 @@ def show(tensor: Tensor, kind: str, index: str, wants_gradient: bool, ticket: Te
     torch._dynamo takes the call as it is; what it does is traced below it, where tensors take hooks again.
     """
     # A leaf outlives the graph, and so would a hook on it; compiled autograd takes no hooks at all.
-    has_gradient = wants_gradient and tensor.requires_grad and not tensor.is_leaf and not _backward_is_compiled()
+    has_gradient = wants_gradient and tensor.requires_grad and not tensor.is_leaf and not backward_is_compiled()
     see(tensor.detach(), kind, index, has_gradient, ticket, serial)
     if has_gradient:
 
@@ -142,7 +142,8 @@ def show(tensor: Tensor, kind: str, index: str, wants_gradient: bool, ticket: Te
         tensor.register_hook(saw)  # type: ignore[no-untyped-call]
 
 
-def _backward_is_compiled() -> bool:
+def backward_is_compiled() -> bool:
+    """Whether compiled autograd is on, which cannot take hooks on tensors inside a graph."""
     return bool(sys.modules["torch._dynamo"].compiled_autograd.compiled_autograd_enabled)
 
 

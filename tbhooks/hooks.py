@@ -57,13 +57,13 @@ class ForwardHook(_Unkept):
     """Placed on a module for a logged step; on a compiled one for good."""
 
     __slots__ = (
-        "__weakref__", "broken", "ends_backward", "gate", "module", "path", "probe", "reads_gradients",
-        "reads_inputs", "reads_operations", "reads_outputs", "sites", "ticket",
+        "__weakref__", "broken", "ends_backward", "gate", "module", "path", "reads_gradients",
+        "reads_inputs", "reads_operations", "reads_outputs", "sites", "ticket", "told",
     )  # fmt: skip
 
-    def __init__(self, probe: Told, path: str, module: nn.Module, wants: Callable[[str], bool], chosen: bool) -> None:
-        self.probe, self.path, self.module = probe, path, weakref.ref(module)
-        self.gate = probe.gate
+    def __init__(self, told: Told, path: str, module: nn.Module, wants: Callable[[str], bool], chosen: bool) -> None:
+        self.told, self.path, self.module = told, path, weakref.ref(module)
+        self.gate = told.gate
         self.ticket = compiled.ticket(self)
         self.sites: dict[str, tuple[int, int]] = {}
         self.reads_outputs = chosen and wants("activation")
@@ -87,12 +87,12 @@ class ForwardHook(_Unkept):
                 for index, tensor in outputs.tensors(output):
                     compiled.show(tensor, "activation", index, wants_gradient, self.ticket, self.gate.serial)
         elif not self.broken:
-            self.probe.saw_output(self, output)
+            self.told.saw_output(self, output)
 
     def site_numbers(self, index: str) -> tuple[int, int]:
         """The numbers of this output's activation and gradient."""
         if index not in self.sites:
-            number, path = self.probe.number, self.path
+            number, path = self.told.number, self.path
             self.sites[index] = (
                 number(Site(path, "activation", index)) if self.reads_outputs else NO_SITE,
                 number(Site(path, "gradient", index)) if self.reads_gradients else NO_SITE,
@@ -101,7 +101,7 @@ class ForwardHook(_Unkept):
 
     def saw_in_graph(self, tensor: Tensor, kind: str, index: str, needs_gradient: bool, serial: int) -> None:
         if not self.broken:
-            self.probe.saw_in_graph(self, tensor, kind, index, needs_gradient, serial)
+            self.told.saw_in_graph(self, tensor, kind, index, needs_gradient, serial)
 
     def began_in_graph(self) -> None:
         """Only the whole model's hook is told of that."""
@@ -115,6 +115,10 @@ class InputHook(_Unkept):
     def __init__(self, hook: ForwardHook) -> None:
         self.hook = hook
 
+    @property
+    def told(self) -> Told:
+        return self.hook.told
+
     @runs_as_python
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         hook = self.hook
@@ -123,7 +127,7 @@ class InputHook(_Unkept):
                 for index, tensor in outputs.inputs(args, kwargs):
                     compiled.show(tensor, "input", index, False, hook.ticket, hook.gate.serial)
         elif not hook.broken:
-            hook.probe.saw_inputs(hook, args, kwargs)
+            hook.told.saw_inputs(hook, args, kwargs)
 
 
 def _is_read_in_graph(gate: Gate, module: nn.Module) -> bool:
@@ -134,17 +138,17 @@ def _is_read_in_graph(gate: Gate, module: nn.Module) -> bool:
 class GradientHook:
     """Placed on an output; serves every site whose output is that very tensor. Holds no tensor itself."""
 
-    __slots__ = ("fired", "is_view", "probe", "sites", "step")
+    __slots__ = ("fired", "is_view", "sites", "step", "told")
 
-    def __init__(self, probe: Told, step: object, is_view: bool) -> None:
-        self.probe, self.step, self.is_view = probe, step, is_view
+    def __init__(self, told: Told, step: object, is_view: bool) -> None:
+        self.told, self.step, self.is_view = told, step, is_view
         self.sites: list[int] = []
         self.fired = False
 
     @runs_as_python
     def __call__(self, gradient: Tensor | None) -> None:
         if gradient is not None:
-            self.probe.saw_gradient(self, gradient)
+            self.told.saw_gradient(self, gradient)
 
 
 def is_hooked(tensor: Tensor, step: object, site: int) -> bool:
@@ -156,14 +160,14 @@ def is_hooked(tensor: Tensor, step: object, site: int) -> bool:
 class ScaledLossHook:
     """Placed on a loss that a GradScaler multiplied: says so when its backward begins."""
 
-    __slots__ = ("probe", "scale", "step")
+    __slots__ = ("scale", "step", "told")
 
-    def __init__(self, probe: Told, step: object, scale: Tensor) -> None:
-        self.probe, self.step, self.scale = probe, step, scale
+    def __init__(self, told: Told, step: object, scale: Tensor) -> None:
+        self.told, self.step, self.scale = told, step, scale
 
     @runs_as_python
     def __call__(self, gradient: Tensor | None) -> None:
-        self.probe.saw_scaled_loss(self)
+        self.told.saw_scaled_loss(self)
 
 
 class EnterHook(_Unkept):
@@ -220,12 +224,3 @@ class RootHook(_Unkept):
 
     def saw_in_graph(self, tensor: Tensor, kind: str, index: str, needs_gradient: bool, serial: int) -> None:
         """It sees no tensors."""
-
-
-def sweep(model: nn.Module, probe: Told) -> None:
-    """Takes off the probe's hooks that others have moved to modules of their own, as quantisation does."""
-    for module in model.modules():
-        for hooks in (module._forward_hooks, module._forward_pre_hooks):
-            for key, hook in list(hooks.items()):
-                if isinstance(hook, _Unkept) and getattr(getattr(hook, "hook", hook), "probe", None) is probe:
-                    del hooks[key]

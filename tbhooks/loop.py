@@ -151,7 +151,7 @@ class Loop:
             if self.probe.seen is not None:
                 self.probe.attach()
             elif self.probe.gate.was_compiled:
-                self.probe.put_on()
+                self.probe.placement.put_on()
 
     # Evaluation passes.
 
@@ -179,7 +179,7 @@ class Loop:
             if model is None or in_backward():
                 return
             if not model.training:
-                self.probe.put_on()
+                self.probe.placement.put_on()
                 return
             self._finish_evaluation()
             if not self.probe.gate.open:

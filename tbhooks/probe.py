@@ -1,4 +1,4 @@
-"""The only file that puts hooks on modules and tensors; what they see is reduced at once, detached, and not kept.
+"""What the hooks of a watch tell: reduced at once, detached, and not kept. Puts the hooks on tensors.
 
 Whatever goes wrong in here is counted and told once; training never sees it, and results never change.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,24 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from tbhooks import outputs, select
+from tbhooks import compiled, outputs, select
 from tbhooks.autograd import NO_BACKWARD, at_end_of_backward, backward_pass, in_backward, unrecorded
 from tbhooks.buffer import NO_SITE, Recorder
 from tbhooks.compiled import Gate, runs_as_python
-from tbhooks.frame import ROOT, Site
+from tbhooks.frame import Site
 from tbhooks.functional import Functional
-from tbhooks.hooks import (
-    EnterHook,
-    ForwardHook,
-    GradientHook,
-    InputHook,
-    LeaveHook,
-    RootHook,
-    ScaledLossHook,
-    is_hooked,
-    sweep,
-)
+from tbhooks.hooks import ForwardHook, GradientHook, RootHook, ScaledLossHook, is_hooked
 from tbhooks.pending import Span
+from tbhooks.placement import Placement
 from tbhooks.report import Report
 from tbhooks.rows import describe, has_no_data, is_ordinary
 from tbhooks.seen import Seen
@@ -51,15 +42,12 @@ class Probe:
         self.evaluation: Recorder | None = None
         """Where evaluation passes are read into, if they are."""
         self.gate = Gate()
-        self.aliases: dict[str, str] = {}
         self._model = weakref.ref(select.unwrap(model))
-        self._selector = selector
         self._recorder = recorder
         self.number = recorder.number
         self._report = report
-        self._hooks: dict[str, ForwardHook] = {}
-        self._handles: list[RemovableHandle] = []
         self._functional = Functional(self._saw_functional, report) if recorder.wants("functional") else None
+        self.placement = Placement(self, self._model, selector, recorder.wants, self._functional, report)
         self._lock = threading.RLock()
         self._trained = False
         self._read_evaluation = False
@@ -82,8 +70,10 @@ class Probe:
 
     def end(self, keep_hooks: bool) -> None:
         """Closes a step that ran to its end, and reports what it should have shown and did not."""
+        if self._functional is not None and self.gate.was_compiled:
+            self._report.cannot_see("functional", "inside compiled code modules are seen, and operations are not")
         if self.seen is not None:
-            watched = [path for path, hook in self._hooks.items() if hook.reads]
+            watched = [path for path, hook in self.placement.hooks.items() if hook.reads]
             self.seen.report_missing(self._report, watched, self._recorder.sites)
         self._close()
         if not keep_hooks:
@@ -101,8 +91,7 @@ class Probe:
         self.next_forward = None
         self._close()
         self.remove()
-        if (model := self._model()) is not None:
-            sweep(model, self)
+        self.placement.sweep()
 
     def _close(self) -> None:
         if self.seen is not None:
@@ -116,57 +105,8 @@ class Probe:
 
     def attach(self) -> None:
         """From now on what runs is read."""
-        self.put_on()
+        self.placement.put_on()
         self.gate.open = True
-
-    def put_on(self) -> None:
-        """Hooks on every watched module there is now: added and replaced ones are found here."""
-        model = self._model()
-        if model is None:
-            return
-        modules = select.walk(model)
-        self.aliases = modules.aliases
-        wanted = self._modules_to_hook(modules.by_path)
-        if self._handles and all(
-            path in self._hooks and self._hooks[path].module() is module for path, module in wanted.items()
-        ):
-            return
-        self._take_off()
-        if any(path not in wanted or hook.module() is not wanted[path] for path, hook in self._hooks.items()):
-            sweep(model, self)
-        chosen = self._selector.choose(wanted)
-        for path, module in wanted.items():
-            hook = self._hooks.get(path)
-            if hook is None or hook.module() is not module:
-                hook = self._hooks[path] = ForwardHook(self, path, module, self._recorder.wants, path in chosen)
-            self._handles += self._register(hook, module)
-        self._hooks = {path: self._hooks[path] for path in wanted}
-
-    def _modules_to_hook(self, modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
-        wants = self._recorder.wants
-        if wants("functional"):
-            chosen = modules
-        else:
-            chosen = self._selector.choose(modules) if wants("activation", "gradient", "input") else {}
-            if wants("weight_gradient"):  # the end of its backward is when gradients are read, before any clipping
-                chosen = {ROOT: modules[ROOT], **chosen}
-        return {path: module for path, module in chosen.items() if self._can_be_hooked(path, module)}
-
-    def _register(self, hook: ForwardHook, module: nn.Module) -> Iterable[RemovableHandle]:
-        if hook.reads_inputs:
-            yield module.register_forward_pre_hook(InputHook(hook), with_kwargs=True)
-        if self._functional is not None:
-            yield module.register_forward_pre_hook(EnterHook(self._functional, hook.path))
-        if hook.reads_outputs or hook.reads_gradients or hook.ends_backward:
-            yield module.register_forward_hook(hook)
-        if self._functional is not None:
-            yield module.register_forward_hook(LeaveHook(self._functional, hook.path), always_call=True)
-
-    def _can_be_hooked(self, path: str, module: nn.Module) -> bool:
-        if isinstance(module, torch.jit.ScriptModule):
-            self._report.cannot_see(path, "a scripted or traced module takes no hooks")
-            return False
-        return type(module).forward is not nn.Module.forward  # ModuleList and its like are never called
 
     def detach(self) -> None:
         """Nothing is read from now on. Hooks that are part of compiled code stay, and only look at the gate."""
@@ -177,12 +117,7 @@ class Probe:
     def remove(self) -> None:
         """Leaves no hook on any module."""
         self.gate.open = False
-        self._take_off()
-
-    def _take_off(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        self.placement.take_off()
 
     def watch_root(self, told: Callable[[], None], in_graph: bool) -> RemovableHandle | None:
         """Calls `told` whenever a forward of the whole model begins; `in_graph`, from compiled functions as well."""
@@ -238,7 +173,7 @@ class Probe:
                         self._record(recorder, recorder.number(Site(hook.path, "input", index)), tensor)
 
     def _saw_functional(self, path: str, index: str, tensor: Tensor) -> None:
-        hook = self._hooks.get(path.partition(":")[0])
+        hook = self.placement.hooks.get(path.partition(":")[0])
         if hook is None or not hook.reads_operations or in_backward():
             return
         recorder = self._destination()
@@ -292,6 +227,8 @@ class Probe:
                 self.seen.called.add(hook.path)
                 if needs_gradient:
                     self._expect_in_graph(self.seen, hook, index)
+                elif hook.reads_gradients and compiled.backward_is_compiled():
+                    self._report.cannot_see(f"gradient/{hook.path}{index}", "compiled autograd takes no hooks")
 
     def _site_in_graph(self, recorder: Recorder, hook: ForwardHook, kind: str, index: str) -> int:
         wanted = hook.reads_inputs if kind == "input" else hook.reads_outputs

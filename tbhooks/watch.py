@@ -199,7 +199,7 @@ class Watch:
         report, loop = self._report, self._loop
         return Stats(
             steps=loop.clock.count, logged=loop.logged, hooks_fired=report.hooks_fired, unseen=dict(report.unseen),
-            aliases=dict(loop.probe.aliases), errors=report.errors, dropped=report.dropped,
+            aliases=dict(loop.probe.placement.aliases), errors=report.errors, dropped=report.dropped,
             messages=tuple(report.messages), seconds_training=report.seconds_training,
             seconds_pump=report.seconds_pump, clock=loop.clock.mode, kernel=kernel.name(), skipped=loop.scaler.skipped,
         )  # fmt: skip

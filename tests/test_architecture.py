@@ -33,6 +33,7 @@ CAPTURE = {
     "evaluation",
     "functional",
     "hooks",
+    "placement",
     "scaling",
     "seen",
 }
@@ -193,8 +194,8 @@ def test_modules_import_each_other_and_never_the_root(name: str) -> None:
 
 
 @every_module
-def test_only_the_probe_registers_module_and_tensor_hooks(name: str) -> None:
-    if name not in ("probe", "compiled"):  # the latter inside the graph that is being compiled
+def test_only_placement_and_probe_register_module_and_tensor_hooks(name: str) -> None:
+    if name not in ("placement", "probe", "compiled"):  # modules, tensors, tensors of a graph being compiled
         assert not names(name) & HOOKS
 
 
@@ -203,8 +204,9 @@ def test_nobody_registers_full_backward_hooks(name: str) -> None:
     assert not [mentioned for mentioned in names(name) if mentioned.startswith("register_full_backward")]
 
 
-def test_the_probe_is_where_hooks_are_registered() -> None:
-    assert called_attributes("probe") >= {"register_forward_hook", "register_hook"}
+def test_hooks_are_registered_where_the_tree_says() -> None:
+    assert called_attributes("placement") >= {"register_forward_hook", "register_forward_pre_hook"}
+    assert "register_hook" in called_attributes("probe")
 
 
 @pytest.mark.parametrize("name", sorted(CAPTURE))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tbhooks import stats
+from tbhooks import buckets, stats
 from tbhooks.buffer import Recorder
 from tbhooks.errors import ArgumentError
 from tbhooks.frame import KINDS, Reading, Site
@@ -192,3 +192,18 @@ def test_an_unknown_format_names_the_nearest() -> None:
         reduced(torch.ones(2)).underflow_fraction("float15")
     with pytest.raises(ArgumentError, match="int8"):
         reduced(torch.ones(2)).overflow_fraction(torch.int8)
+
+
+def test_the_first_tensor_read_may_be_of_any_class_and_spoils_nothing_for_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    monkeypatch.setattr(buckets, "_tables", {})
+    numbers = torch.linspace(-3, 3, 100)
+    buckets.add_counts(TwoTensor(numbers, numbers), TwoTensor(*2 * [torch.zeros(buckets.SLOTS, dtype=torch.int32)]))
+    counts = torch.zeros(buckets.SLOTS, dtype=torch.int32)
+    buckets.add_counts(numbers, counts)
+    assert type(counts) is Tensor
+    assert counts.sum() == 100
+    assert [type(table) for table in buckets._tables.values()] == [Tensor]

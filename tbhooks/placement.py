@@ -1,0 +1,113 @@
+"""Which hooks are on which modules of a model. Only here are they put on, and taken off again."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from tbhooks import select
+from tbhooks.frame import ROOT
+from tbhooks.functional import Functional
+from tbhooks.hooks import EnterHook, ForwardHook, InputHook, LeaveHook, Told
+from tbhooks.report import Report
+
+
+class Wants(Protocol):
+    """Whether any of these kinds was asked for."""
+
+    def __call__(self, *kinds: str) -> bool: ...
+
+
+class Placement:
+    """The hooks of one watch on the modules of its model."""
+
+    def __init__(
+        self, told: Told, model: weakref.ref[nn.Module], selector: select.Selector, wants: Wants,
+        functional: Functional | None, report: Report,
+    ) -> None:  # fmt: skip
+        self.hooks: dict[str, ForwardHook] = {}
+        """By path; kept when they are taken off."""
+        self.aliases: dict[str, str] = {}
+        """Further names of shared modules."""
+        self._told = told
+        self._model = model
+        self._selector = selector
+        self._wants = wants
+        self._functional = functional
+        self._report = report
+        self._handles: list[RemovableHandle] = []
+
+    def put_on(self) -> None:
+        """Hooks on every watched module there is now: added and replaced ones are found here."""
+        model = self._model()
+        if model is None:
+            return
+        modules = select.walk(model)
+        self.aliases = modules.aliases
+        wanted = self._modules_to_hook(modules.by_path)
+        if self._handles and all(self._has(path, module) for path, module in wanted.items()):
+            return
+        self.take_off()
+        if not all(path in wanted and self._has(path, wanted[path]) for path in self.hooks):
+            self.sweep()
+        chosen = self._selector.choose(wanted)
+        hooks = {}
+        for path, module in wanted.items():
+            known = self._has(path, module)
+            hooks[path] = (
+                self.hooks[path] if known else ForwardHook(self._told, path, module, self._wants, path in chosen)
+            )
+            self._handles += self._register(hooks[path], module)
+        self.hooks = hooks
+
+    def take_off(self) -> None:
+        """Leaves no hook on any module."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def sweep(self) -> None:
+        """Takes off hooks that others have moved to modules of their own, as quantisation does."""
+        model = self._model()
+        for module in () if model is None else model.modules():
+            for hooks in (module._forward_hooks, module._forward_pre_hooks):
+                for key in [key for key, hook in hooks.items() if self._is_mine(hook)]:
+                    del hooks[key]
+
+    def _is_mine(self, hook: object) -> bool:
+        if isinstance(hook, EnterHook | LeaveHook):
+            return hook.functional is self._functional
+        return isinstance(hook, ForwardHook | InputHook) and hook.told is self._told
+
+    def _has(self, path: str, module: nn.Module) -> bool:
+        return path in self.hooks and self.hooks[path].module() is module
+
+    def _modules_to_hook(self, modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
+        if self._wants("functional"):
+            chosen = modules
+        else:
+            chosen = self._selector.choose(modules) if self._wants("activation", "gradient", "input") else {}
+            if self._wants("weight_gradient"):  # the end of the model's backward is when they are read
+                chosen = {ROOT: modules[ROOT], **chosen}
+        return {path: module for path, module in chosen.items() if self._can_be_hooked(path, module)}
+
+    def _can_be_hooked(self, path: str, module: nn.Module) -> bool:
+        if isinstance(module, torch.jit.ScriptModule):
+            self._report.cannot_see(path, "a scripted or traced module takes no hooks")
+            return False
+        return type(module).forward is not nn.Module.forward  # ModuleList and its like are never called
+
+    def _register(self, hook: ForwardHook, module: nn.Module) -> Iterator[RemovableHandle]:
+        if hook.reads_inputs:
+            yield module.register_forward_pre_hook(InputHook(hook), with_kwargs=True)
+        if self._functional is not None:
+            yield module.register_forward_pre_hook(EnterHook(self._functional, hook.path))
+        if hook.reads or hook.ends_backward:
+            yield module.register_forward_hook(hook)
+        if self._functional is not None:
+            yield module.register_forward_hook(LeaveHook(self._functional, hook.path), always_call=True)
