@@ -30,6 +30,8 @@ SKIPPED = "train.skipped"
 # What attention shows besides its output, each at a site of its own: `attention:softmax.entropy`.
 # The statistic that sums it up is one of the attention's own, too.
 INSIDE_ATTENTION = {"entropy": ("entropy", "mean"), "max_logit": ("logits", "max")}
+MORE_STATS = (*INSIDE_ATTENTION, "dead_fraction")
+"""What only some sites have, besides the statistics of every row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,14 +95,14 @@ class Reading:
     site: Site
     row: Floats
     counts: Counts
-    attention: Mapping[str, float] = field(default_factory=dict)
-    """`entropy` and `max_logit` of a softmax or scaled_dot_product_attention; NaN for anything else."""
+    more: Mapping[str, float] = field(default_factory=dict)
+    """`entropy` and `max_logit` of attention, `dead_fraction` of rectified units; NaN for anything else."""
 
     def __getattr__(self, name: str) -> float:
-        if name in INSIDE_ATTENTION:
-            return self.attention.get(name, float("nan"))
+        if name in MORE_STATS:
+            return self.more.get(name, float("nan"))
         if name not in STAT_NAMES:
-            raise AttributeError(f"no stat {name!r}: {nearest(name, (*STAT_NAMES, *INSIDE_ATTENTION))}")
+            raise AttributeError(f"no stat {name!r}: {nearest(name, (*STAT_NAMES, *MORE_STATS))}")
         if name == "ratio" and self.site.kind != "update":
             return float("nan")  # only an update has something it is measured against
         return float(stats.stat(name, self.row[None], self.counts[None])[0])
@@ -114,7 +116,7 @@ class Reading:
         return float(stats.overflow_fraction(self.row[None], self.counts[None], dtype)[0])
 
     def __dir__(self) -> list[str]:
-        return [*object.__dir__(self), *STAT_NAMES, *INSIDE_ATTENTION]
+        return [*object.__dir__(self), *STAT_NAMES, *MORE_STATS]
 
     def __repr__(self) -> str:
         shown = ("count", "mean", "std", "norm", "min", "max", "zero_fraction", "nan_count", "inf_count")
@@ -173,12 +175,13 @@ class Frame:
             hint = nearest(str(path), [s.name for s in self.sites if s.kind == kind] or [s.name for s in self.sites])
             raise UnknownSiteError(f"nothing of {path!r} ({kind}) at step {self.step}: {hint}")
         i = self._index[key]
-        return Reading(self.sites[i], self.values[i], self.buckets[i], self._attention(self.sites[i]))
+        return Reading(self.sites[i], self.values[i], self.buckets[i], self._more(self.sites[i]))
 
-    def _attention(self, site: Site) -> dict[str, float]:
+    def _more(self, site: Site) -> dict[str, float]:
+        dead = self.scalars.get(f"{site.kind}.dead_fraction/{site.name}")
+        found = {} if dead is None else {"dead_fraction": dead}
         if site.plain_kind != "functional" or site.attention_stat is not None:
-            return {}
-        found = {}
+            return found
         for name, (part, stat) in INSIDE_ATTENTION.items():
             key = (f"{site.path}.{part}{site.index}", site.kind)
             if key in self._index:

@@ -21,6 +21,7 @@ from tbhooks.compiled import Gate, runs_as_python
 from tbhooks.frame import ROOT, Site
 from tbhooks.functional import Functional
 from tbhooks.rows import has_no_data
+from tbhooks.units import RECTIFIERS
 
 
 class Told(Protocol):
@@ -57,7 +58,7 @@ class ForwardHook(_Unkept):
     """Placed on a module for a logged step; on a compiled one for good."""
 
     __slots__ = (
-        "__weakref__", "broken", "ends_backward", "gate", "module", "path", "reads_gradients",
+        "__weakref__", "broken", "ends_backward", "gate", "has_units", "module", "path", "reads_gradients",
         "reads_inputs", "reads_operations", "reads_outputs", "sites", "ticket", "told",
     )  # fmt: skip
 
@@ -70,6 +71,7 @@ class ForwardHook(_Unkept):
         self.reads_gradients = chosen and wants("gradient")
         self.reads_inputs = chosen and wants("input")
         self.reads_operations = chosen and wants("functional")
+        self.has_units = isinstance(module, RECTIFIERS)
         # The end of a backward pass through its output is when weight gradients are read.
         self.ends_backward = path == ROOT and wants("weight_gradient")
         self.broken = False

@@ -338,6 +338,8 @@ class Loop:
         if not self._pauses:
             self.parameters.rest()
         self.parameters.forget()
+        with unrecorded():
+            self.probe.units.log(self.recorder)
         self.probe.end(keep_hooks)
         if self.recorder.overflowed:
             self._report.tell("a step made more calls than its buffer holds; the rest of it is not in its numbers")

@@ -27,6 +27,10 @@ from tbhooks.placement import Placement
 from tbhooks.report import Report
 from tbhooks.rows import describe, has_no_data, is_ordinary
 from tbhooks.seen import Seen
+from tbhooks.units import Units
+
+# Operations whose units can be dead, as the functional kind names them.
+RECTIFIED = (":relu", ":relu6")
 
 
 class Probe:
@@ -48,6 +52,7 @@ class Probe:
         self._report = report
         self._functional = Functional(self._saw_functional, report) if recorder.wants("functional") else None
         self.placement = Placement(self, self._model, selector, recorder.wants, self._functional, report)
+        self.units = Units()
         self._lock = threading.RLock()
         self._trained = False
         self._read_evaluation = False
@@ -94,6 +99,7 @@ class Probe:
         self.placement.sweep()
 
     def _close(self) -> None:
+        self.units.forget()
         if self.seen is not None:
             self.seen.drop()
             self.seen = None
@@ -179,6 +185,8 @@ class Probe:
         recorder = self._destination()
         if recorder is not None and not recorder.overflowed:
             self._record(recorder, recorder.number(Site(path, "functional", index)), tensor)
+            if path.endswith(RECTIFIED) and recorder is not self.evaluation:
+                self.units.see(f"functional/{path}{index}", tensor)
 
     def saw_gradient(self, hook: GradientHook, gradient: Tensor) -> None:
         seen = self.seen
@@ -225,6 +233,8 @@ class Probe:
             self._record(recorder, self._site_in_graph(recorder, hook, kind, index), tensor)
             if recorder is not self.evaluation and self.seen is not None and kind == "activation":
                 self.seen.called.add(hook.path)
+                if hook.has_units:
+                    self.units.see(f"activation/{hook.path}{index}", tensor)
                 if needs_gradient:
                     self._expect_in_graph(self.seen, hook, index)
                 elif hook.reads_gradients and compiled.backward_is_compiled():
@@ -266,6 +276,7 @@ class Probe:
         if model.training and self._read_evaluation:
             # What was read before the first training pass is not of its step.
             self.seen = Seen()
+            self.units.forget()
             self._recorder.restart()
         self._read_evaluation = not model.training
         return self._recorder
@@ -285,6 +296,8 @@ class Probe:
             else:
                 span = self._reduced(self._recorder, activation, tensor)
             self._note_readable(hook.path + index, tensor, span is not None)
+            if hook.has_units:
+                self.units.see(f"activation/{hook.path}{index}", tensor)
         wanted = tensor.requires_grad and (gradient != NO_SITE or hook.ends_backward)
         # A recomputed block is called with tensors that are hooked already, not with copies of them.
         if wanted and not (recomputed and (tensor.is_leaf or is_hooked(tensor, seen, gradient))):

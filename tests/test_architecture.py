@@ -36,6 +36,7 @@ CAPTURE = {
     "placement",
     "scaling",
     "seen",
+    "units",
 }
 WITHOUT_TORCH = {"stats", "frame", "errors", "history", "rules"}
 HOOKS = {"register_forward_hook", "register_forward_pre_hook", "register_hook"}

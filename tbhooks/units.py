@@ -1,0 +1,73 @@
+"""Dead units: those of a ReLU's output that were zero for every sample of a step.
+
+Kept as one vector a site on the device, over all calls of the step, and summed up in one number that rides
+in the step's copy. No sync; which shapes are counted is decided from sizes alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from tbhooks.buffer import Recorder
+
+# Their outputs are never negative, so that the largest value tells whether there was any.
+RECTIFIERS = (nn.ReLU, nn.ReLU6)
+# A healthy unit is silent for half of the samples: with this many, silence has a reason.
+FEWEST_SAMPLES = 32
+DEAD_FRACTION = "dead_fraction"
+
+
+@dataclass
+class _Peaks:
+    """The largest output of each unit so far, and of how many samples."""
+
+    largest: Tensor
+    samples: int
+
+
+class Units:
+    """The rectified outputs of one step."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, dict[int, _Peaks]] = {}
+
+    def see(self, name: str, output: Tensor) -> None:
+        """`name` is the site's: `activation` or `functional`, and the path."""
+        if not output.is_floating_point() or output.layout is not torch.strided or output.numel() == 0:
+            return
+        known = self._seen.setdefault(name, {})
+        for dim in _unit_dimensions(output):
+            largest = _largest(output.detach(), dim)
+            samples = output.numel() // output.size(dim)
+            if dim in known and known[dim].largest.shape == largest.shape:
+                largest = torch.maximum(known[dim].largest, largest)
+                samples += known[dim].samples
+            known[dim] = _Peaks(largest, samples)
+
+    def log(self, recorder: Recorder) -> None:
+        """The share of dead units of each site, and forgets them."""
+        for name, by_dimension in self._seen.items():
+            shares = [(p.largest == 0).float().mean() for p in by_dimension.values() if p.samples >= FEWEST_SAMPLES]
+            if shares:
+                kind, _, path = name.partition("/")
+                recorder.scalar(f"{kind}.{DEAD_FRACTION}/{path}", torch.stack(shares).amax())
+        self.forget()
+
+    def forget(self) -> None:
+        self._seen = {}
+
+
+def _unit_dimensions(output: Tensor) -> tuple[int, ...]:
+    """Where the units are: after the batch for images, last for vectors; sequences come either way."""
+    return {0: (), 1: (0,), 2: (1,), 3: (1, 2)}.get(output.dim(), (1,))
+
+
+def _largest(output: Tensor, dim: int) -> Tensor:
+    """Over everything but the units; the innermost dimensions first, which lie together in memory."""
+    inner = tuple(range(dim + 1, output.dim()))
+    if inner:
+        output = output.amax(inner)
+    return output.amax(tuple(range(dim))) if dim else output
