@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import io
 import os
-import signal
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -18,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from tbhooks import arguments, evaluation, kernel
+from tbhooks import arguments, evaluation, kernel, process
 from tbhooks import rules as judgement
 from tbhooks.clock import MODES
 from tbhooks.compiled import never_compiled
@@ -87,7 +84,7 @@ def unwatch(model: nn.Module) -> None:
     """Closes every watch on this model."""
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"model is a torch.nn.Module, not {arguments.shown(model)}")
-    for watching in list(_open):
+    for watching in _watches():
         if watching._is_on(model):
             watching.close()
 
@@ -167,12 +164,12 @@ class Watch:
     def close(self, timeout_s: float = DEADLINE_S) -> None:
         """Writes what there is, takes every hook off, closes what the watch opened. Can be called again."""
         self._closed = True
-        if self in _open:
+        if self in process.open_watches:
             self._loop.stop()
             self._idle = True
             self._pump.close(timeout_s)
-            _open.discard(self)  # last: whoever interrupts this closes it again
-            _tidy_process()
+            process.open_watches.discard(self)  # last: whoever interrupts this closes it again
+            process.tidy()
 
     @property
     def latest(self) -> Frame | None:
@@ -218,11 +215,11 @@ class Watch:
         return f"<Watch: {state}, {self._loop.logged} steps logged, {len(self._judge.findings)} findings>"
 
     def _start(self) -> None:
-        _prepare_process()
-        for gone in [watching for watching in _open if watching._idle]:
+        process.prepare()
+        for gone in [watching for watching in _watches() if watching._idle]:
             gone.close()
         self._prepare(self._sinks)
-        _open.add(self)
+        process.open_watches.add(self)
         model = self._model()
         if model is not None:
             weakref.finalize(model, _model_is_gone, weakref.ref(self)).atexit = False
@@ -233,7 +230,7 @@ class Watch:
             raise
 
     def _prepare(self, sinks: tuple[Sink, ...]) -> None:
-        theirs = {destination for other in _open - {self} for destination in other._destinations()}
+        theirs = {destination for other in _watches() if other is not self for destination in other._destinations()}
         for sink in sinks:
             if isinstance(sink, HasDestination):
                 sink.drain_before_close(self._drain)
@@ -281,7 +278,8 @@ class Watch:
         self._loop.settle()
         self._pump.finish()
 
-    def _abandon(self) -> None:
+    def abandon(self) -> None:
+        """Lets go of everything without a word: in a forked child, which has no pump to write with."""
         self._idle = True
         self._pump.abandon()
         self._loop.abandon()
@@ -326,52 +324,8 @@ def _rank() -> int:
     return int(rank) if rank.isdecimal() and world.isdecimal() and int(world) > 1 else 0
 
 
-# -- the process: watches are closed at exit, at SIGTERM, and when their model is gone ---------------
-
-_open: set[Watch] = set()
-_prepared = threading.Event()
-# Whoever sends SIGTERM usually sends SIGKILL some ten seconds later.
-SIGTERM_DEADLINE_S = 5.0
-
-
-def _prepare_process() -> None:
-    """Nothing handed over may be lost when the process ends, and a fork must not inherit our thread."""
-    if not _prepared.is_set():
-        _prepared.set()
-        atexit.register(_close_all)
-        os.register_at_fork(after_in_child=_abandon_all)
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        _handle_sigterm(_on_sigterm)
-
-
-def _tidy_process() -> None:
-    """The last watch to close leaves the process as the first one found it."""
-    if not _open and signal.getsignal(signal.SIGTERM) is _on_sigterm:
-        _handle_sigterm(signal.SIG_DFL)
-
-
-def _handle_sigterm(handler: Any) -> None:
-    with contextlib.suppress(ValueError):  # only the main thread may
-        signal.signal(signal.SIGTERM, handler)
-
-
-def _close_all(timeout_s: float = DEADLINE_S) -> None:
-    for watching in list(_open):
-        watching.close(timeout_s)
-
-
-def _abandon_all() -> None:
-    for watching in list(_open):
-        watching._abandon()
-    _open.clear()
-    _tidy_process()
-
-
-def _on_sigterm(number: int, _frame: Any) -> None:
-    """Writes what was handed over, then dies of the signal as the process would have without us."""
-    _close_all(SIGTERM_DEADLINE_S)
-    signal.signal(number, signal.SIG_DFL)
-    os.kill(os.getpid(), number)
+def _watches() -> list[Watch]:
+    return [watching for watching in process.open_watches if isinstance(watching, Watch)]
 
 
 def _model_is_gone(reference: weakref.ref[Watch]) -> None:

@@ -13,7 +13,7 @@ import torch
 from hypothesis import settings
 
 from tbhooks import kernel
-from tbhooks.watch import _open
+from tbhooks.process import open_watches
 
 torch.set_num_threads(1)
 # In CI the same examples every time: a change must not fail for what somebody else's dice find.
@@ -26,7 +26,7 @@ if os.environ.get("CI"):
 def _no_watch_left_open() -> Iterator[None]:
     """A test that forgets to close its watch must not disturb the next one."""
     yield
-    for watching in list(_open):
+    for watching in list(open_watches):
         watching.close()
 
 

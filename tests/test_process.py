@@ -382,7 +382,7 @@ def test_sigterm_while_the_user_is_inside_the_writer_is_not_a_deadlock(script: S
     """The main thread holds the writer's own lock when the signal comes, so the pump cannot write."""
     status, lines, _ = script.interrupt(
         """
-sys.modules["tbhooks.watch"].SIGTERM_DEADLINE_S = 1.0
+sys.modules["tbhooks.process"].SIGTERM_DEADLINE_S = 1.0
 model, optimizer = make()
 writer = SummaryWriter("run")
 tbhooks.watch(model, writer, every=1)
@@ -574,7 +574,7 @@ def work(model, results):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(3):
         train_step(model, optimizer)
-    results.put(len(tbhooks.watch.__globals__["_open"]))
+    results.put(len(tbhooks.process.open_watches))
 
 if __name__ == "__main__":
     import torch.multiprocessing as mp

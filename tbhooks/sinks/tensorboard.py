@@ -26,6 +26,7 @@ from tensorboard.summary.writer import record_writer
 from tbhooks import stats
 from tbhooks.errors import ArgumentError, check_names
 from tbhooks.frame import ALL_KINDS, Frame, Site
+from tbhooks.sinks.findings import FindingWriter
 from tbhooks.stats import BASE, M2, STAT_NAMES, Counts, Floats
 
 PLUGIN = "tbhooks"
@@ -78,6 +79,7 @@ class TensorBoardSink:
         self._events = self._writer._get_file_writer().event_writer
         self._event_class = _event_class(self._writer)
         self._layouts: dict[str, _Layout] = {}
+        self._findings = FindingWriter()
         self._unhook: Callable[[], None] | None = None
         use_fast_crc()
 
@@ -103,6 +105,7 @@ class TensorBoardSink:
             rows = [i for i, site in enumerate(frame.sites) if site.kind == kind]
             if rows:
                 self._layouts.setdefault(kind, _Layout(kind)).add(frame, rows, event.summary)
+        self._findings.add(frame.findings, event.summary)
         if event.summary.value:
             self._send(event)
 

@@ -1,0 +1,68 @@
+"""Nothing handed over is lost when the process ends: open watches are closed at exit and at SIGTERM.
+
+A forked child inherits none of them. The last one to close leaves the process as the first one found it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import signal
+import threading
+from typing import Any, Protocol
+
+
+class Open(Protocol):
+    """What has to be closed in time."""
+
+    def close(self, timeout_s: float = ...) -> None: ...
+
+    def abandon(self) -> None: ...
+
+
+open_watches: set[Open] = set()
+_prepared = threading.Event()
+# Whoever sends SIGTERM usually sends SIGKILL some ten seconds later.
+SIGTERM_DEADLINE_S = 5.0
+
+
+def prepare() -> None:
+    """To be called before a watch opens."""
+    if not _prepared.is_set():
+        _prepared.set()
+        atexit.register(_close_all)
+        os.register_at_fork(after_in_child=_abandon_all)
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        _handle_sigterm(_on_sigterm)
+
+
+def tidy() -> None:
+    """To be called when one has closed."""
+    if not open_watches and signal.getsignal(signal.SIGTERM) is _on_sigterm:
+        _handle_sigterm(signal.SIG_DFL)
+
+
+def _handle_sigterm(handler: Any) -> None:
+    with contextlib.suppress(ValueError):  # only the main thread may
+        signal.signal(signal.SIGTERM, handler)
+
+
+def _close_all() -> None:
+    for watching in list(open_watches):
+        watching.close()
+
+
+def _abandon_all() -> None:
+    for watching in list(open_watches):
+        watching.abandon()
+    open_watches.clear()
+    tidy()
+
+
+def _on_sigterm(number: int, _frame: Any) -> None:
+    """Writes what was handed over, then dies of the signal as the process would have without us."""
+    for watching in list(open_watches):
+        watching.close(SIGTERM_DEADLINE_S)
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)

@@ -1,0 +1,109 @@
+"""Event files as the records they are made of, whatever state they are in.
+
+A file may still be growing, be cut short by a kill, or be no event file at all: what is intact comes out,
+and what is not is said in a sentence. Memory is never taken on the word of a length field.
+"""
+
+from __future__ import annotations
+
+import stat
+import struct
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from tensorboard.summary.writer import record_writer
+
+Tell = Callable[[str], None]
+HEADER, FOOTER = 12, 4
+# After so many damaged records in one file the rest is counted, not listed.
+MOST_TOLD = 3
+
+
+def records(path: Path, tell: Tell, progress: Callable[[int, int], None] | None = None) -> Iterator[bytes]:
+    """The intact records of a file in order; `tell` is given a sentence for each that is not."""
+    try:
+        size = path.stat().st_size
+        if not stat.S_ISREG(path.stat().st_mode):
+            tell(f"{path.name}: not a file")
+            return
+        with path.open("rb") as file:
+            yield from _records(file, size, lambda problem: tell(f"{path.name}: {problem}"), progress)
+    except OSError as problem:
+        tell(f"{path.name}: cannot be read ({problem.strerror or problem})")
+
+
+def _records(
+    file: BinaryIO, size: int, tell: Tell, progress: Callable[[int, int], None] | None
+) -> Iterator[bytes]:  # fmt: skip
+    checksum = _checksum()
+    at, damaged = 0, 0
+    while at < size:
+        header = file.read(HEADER)
+        length, length_crc = struct.unpack("<QI", header) if len(header) == HEADER else (size, None)
+        if length_crc is not None and checksum(header[:8]) != length_crc:
+            tell(_no_record(at))
+            break
+        if length_crc is None or length > size - at - HEADER - FOOTER:
+            tell(f"cut short at byte {at}, the last step may be missing")
+            break
+        data = file.read(length)
+        footer = file.read(FOOTER)
+        if len(footer) < FOOTER:  # somebody made the file shorter meanwhile
+            tell(f"cut short at byte {at}, the last step may be missing")
+            break
+        if checksum(data) == struct.unpack("<I", footer)[0]:
+            yield data
+        else:
+            damaged += 1
+            if damaged <= MOST_TOLD:
+                tell(f"record at byte {at} has a wrong checksum, skipped")
+        at += HEADER + length + FOOTER
+        if progress is not None:
+            progress(at, size)
+    if damaged > MOST_TOLD:
+        tell(f"{damaged} records have a wrong checksum, skipped")
+
+
+def _no_record(at: int) -> str:
+    if at == 0:
+        return "not an event file"
+    return f"record at byte {at} has a wrong checksum, skipped the rest of the file"
+
+
+@lru_cache(maxsize=1)
+def _checksum() -> Callable[[bytes], int]:
+    try:
+        import google_crc32c  # noqa: PLC0415  without it everything works, slower
+    except ImportError:
+        stock: Callable[[bytes], int] = record_writer.masked_crc32c
+        return stock
+
+    def masked(data: bytes) -> int:
+        crc: int = google_crc32c.value(data)
+        return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
+
+    return masked
+
+
+@lru_cache(maxsize=1)
+def event_of_bytes() -> Any:
+    """TensorBoard's Event with every summary value left as bytes.
+
+    A step has thousands of values, and an object for each would take longer than all the rest of reading.
+    """
+    field = descriptor_pb2.FieldDescriptorProto
+    file = descriptor_pb2.FileDescriptorProto(name="tbhooks/event_of_bytes.proto", package="tbhooks", syntax="proto3")
+    summary = file.message_type.add(name="Summary")
+    summary.field.add(name="value", number=1, type=field.TYPE_BYTES, label=field.LABEL_REPEATED)
+    event = file.message_type.add(name="Event")
+    event.field.add(name="wall_time", number=1, type=field.TYPE_DOUBLE, label=field.LABEL_OPTIONAL)
+    event.field.add(name="step", number=2, type=field.TYPE_INT64, label=field.LABEL_OPTIONAL)
+    event.field.add(
+        name="summary", number=5, type=field.TYPE_MESSAGE, type_name=".tbhooks.Summary", label=field.LABEL_OPTIONAL
+    )
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)  # type: ignore[no-untyped-call]
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName("tbhooks.Event"))  # type: ignore[no-untyped-call]

@@ -1,0 +1,102 @@
+"""Findings as TensorBoard stores them: text that its TEXT tab shows, and data that reads back as Findings.
+
+The text is markdown to TensorBoard, so whatever comes from a model (names, messages) is escaped to stay
+text. Nothing here opens a file, and nothing read here is executed.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from tensorboard.compat.proto import summary_pb2, tensor_pb2, tensor_shape_pb2, types_pb2
+
+from tbhooks.frame import Finding, Site
+
+DATA_TAG = "tbhooks/findings"
+TEXT_TAG = "tbhooks/findings/text_summary"
+_MARKDOWN = re.compile(r"([\\`*_{}\[\]()#+\-.!|])")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]+")
+_WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+class FindingWriter:
+    """Adds a frame's findings to its event: always as data, as text only the first time a rule meets a site."""
+
+    def __init__(self) -> None:
+        self._told: set[tuple[str, Site | None]] = set()
+
+    def add(self, findings: Sequence[Finding], summary: summary_pb2.Summary) -> None:
+        if not findings:
+            return
+        summary.value.add(tag=DATA_TAG, tensor=_strings([encode(findings)]), metadata=_metadata("tbhooks"))
+        new = {(finding.rule, finding.site): finding for finding in reversed(findings)}
+        fresh = [finding for key, finding in reversed(new.items()) if key not in self._told]
+        self._told.update(new)
+        if fresh:
+            text = "\n\n".join(map(markdown, fresh)).encode(errors="replace")
+            summary.value.add(tag=TEXT_TAG, tensor=_strings([text]), metadata=_metadata("text"))
+
+
+def markdown(finding: Finding) -> str:
+    """A finding as one paragraph whose only markup is ours."""
+    return f"**{_plain_text(finding.severity)}**, step {finding.step}: {_plain_text(finding.message)}"
+
+
+def _plain_text(text: str) -> str:
+    # Entities after backslashes: a backslash before "&lt;" would show.
+    return html.escape(_MARKDOWN.sub(r"\\\1", _CONTROL.sub(" ", text)), quote=False)
+
+
+def encode(findings: Sequence[Finding]) -> bytes:
+    """Findings as JSON; NaN and infinities are words, as in the JSONL sink."""
+    return json.dumps([_plain(finding.to_dict()) for finding in findings], allow_nan=False).encode()
+
+
+def decode(content: bytes) -> tuple[Finding, ...]:
+    """Findings from JSON; raises ValueError for anything else."""
+    try:
+        return tuple(_finding(data) for data in json.loads(content))
+    except (LookupError, TypeError, AttributeError, RecursionError) as problem:
+        raise ValueError(f"not a list of findings: {problem!r}") from problem
+
+
+def _finding(data: Any) -> Finding:
+    evidence = {key: _WORDS.get(x, x) if isinstance(x, str) else x for key, x in data["evidence"].items()}
+    finding = Finding.from_dict({**data, "evidence": evidence})
+    site = finding.site
+    texts = (finding.rule, finding.message, *((site.path, site.kind, site.index) if site else ()))
+    if not all(isinstance(text, str) for text in texts) or not isinstance(finding.step, int):
+        raise TypeError("a field of the wrong type")
+    if finding.severity not in ("info", "warning", "error"):
+        raise TypeError(f"severity {finding.severity!r}")
+    return finding
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value if isinstance(value, str | int | float | None) else str(value)
+
+
+def _strings(contents: list[bytes]) -> tensor_pb2.TensorProto:
+    shape = tensor_shape_pb2.TensorShapeProto(dim=[tensor_shape_pb2.TensorShapeProto.Dim(size=len(contents))])
+    return tensor_pb2.TensorProto(dtype=types_pb2.DT_STRING, tensor_shape=shape, string_val=contents)
+
+
+def _metadata(plugin: str) -> summary_pb2.SummaryMetadata:
+    return summary_pb2.SummaryMetadata(
+        plugin_data=summary_pb2.SummaryMetadata.PluginData(plugin_name=plugin),
+        data_class=summary_pb2.DATA_CLASS_TENSOR,
+    )
