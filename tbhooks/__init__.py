@@ -1,6 +1,6 @@
 """See what is happening inside a PyTorch model: `tbhooks.watch(model, writer, every=100)`."""
 
-from tbhooks.errors import ArgumentError, ClosedError, TbhooksError, UnknownSiteError
+from tbhooks.errors import ArgumentError, ClosedError, FindingError, TbhooksError, UnknownSiteError
 from tbhooks.frame import Finding, Frame, Reading, Site
 from tbhooks.history import History
 from tbhooks.report import Stats
@@ -16,6 +16,7 @@ __all__ = [
     "ArgumentError",
     "ClosedError",
     "Finding",
+    "FindingError",
     "Frame",
     "History",
     "JsonlSink",

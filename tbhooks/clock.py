@@ -41,6 +41,8 @@ class Listener(Protocol):
 
     def step_ended(self) -> None: ...
 
+    def raise_if_asked(self) -> None: ...
+
     def watch_root(self, told: Callable[[], None], in_graph: bool) -> RemovableHandle | None: ...
 
     def hooks_are_compiled(self) -> bool: ...
@@ -216,6 +218,7 @@ class Clock:
                     self.tick()
             if self.mode != "optimizer" or in_backward() or not self._round.is_late(id(optimizer)):
                 self._listener.before_optimizer(optimizer, _has_closure(args, kwargs))
+        self._listener.raise_if_asked()
 
     @never_compiled
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -231,6 +234,7 @@ class Clock:
                 self._end_with_backward(id(optimizer), parameters)
             elif self._round.ends(id(optimizer), parameters):
                 self.tick()
+        self._listener.raise_if_asked()
 
     def _end_with_backward(self, key: int, parameters: frozenset[int]) -> None:
         """Optimizers that step inside backward, one a parameter: the step ends when backward does.

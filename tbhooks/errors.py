@@ -1,9 +1,10 @@
-"""What tbhooks raises, always at the call that was wrong and never from inside a training step."""
+"""What tbhooks raises: at the call that was wrong, and from inside a training step only if it was asked to."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 
 class TbhooksError(Exception):
@@ -20,6 +21,14 @@ class ArgumentError(TbhooksError, ValueError, TypeError):
 
 class ClosedError(TbhooksError, RuntimeError):
     """A closed watch was used again."""
+
+
+class FindingError(TbhooksError, RuntimeError):
+    """Something is wrong with the model, and the user asked for an exception; `finding` says what and where."""
+
+    def __init__(self, finding: Any) -> None:
+        super().__init__(finding.message)
+        self.finding = finding
 
 
 class UnknownSiteError(TbhooksError, KeyError):

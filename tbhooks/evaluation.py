@@ -5,28 +5,63 @@ Its sites carry the prefix `eval.` before their kind. Nothing is read of gradien
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from tbhooks.autograd import in_backward
 from tbhooks.buffer import Recorder
-from tbhooks.pending import Pending
+from tbhooks.compiled import runs_as_python
+from tbhooks.frame import EVALUATION
+from tbhooks.probe import Probe
+from tbhooks.report import Report
 
 KINDS = ("activation", "input", "functional")
-PREFIX = "eval."
 
 
 class Evaluation:
     """Collects one evaluation at a time and hands it over when training goes on."""
 
-    def __init__(self, kinds: Iterable[str], rank: int, submit: Callable[[Pending], None]) -> None:
-        self.recorder = Recorder([kind for kind in kinds if kind in KINDS], PREFIX)
-        self._rank = rank
-        self._submit = submit
-        self.begin()
+    def __init__(
+        self, model: weakref.ref[nn.Module], probe: Probe, kinds: Iterable[str],
+        hand_over: Callable[[Recorder], None], report: Report,
+    ) -> None:  # fmt: skip
+        self._model = model
+        self._probe = probe
+        self._hand_over = hand_over
+        self._report = report
+        self._root: RemovableHandle | None = None
+        self._recorder = Recorder([kind for kind in kinds if kind in KINDS], EVALUATION)
+        self._recorder.begin(with_buckets=True)
 
-    def begin(self) -> None:
-        self.recorder.begin(with_buckets=True)
+    def start(self) -> None:
+        self._probe.evaluation = self._recorder
+        self._probe.gate.evaluation = True
+        if self._root is None:
+            self._root = self._probe.watch_root(self._forward_begins, in_graph=True)
 
-    def finish(self, label: int) -> None:
-        """Hands over what there is, as of the training step that ended last."""
-        if self.recorder.calls:
-            self._submit(self.recorder.pack(label, self._rank))
+    def stop(self) -> None:
+        """Takes the one hook off that is there between logged steps."""
+        if self._root is not None:
+            self._root.remove()
+            self._root = None
+
+    def finish(self) -> None:
+        """Hands over what there is."""
+        if self._recorder.calls:
+            self._hand_over(self._recorder)
+
+    @runs_as_python
+    def _forward_begins(self) -> None:
+        with self._report.guarded("before the model's forward"):
+            model = self._model()
+            if model is None or in_backward():
+                return
+            if not model.training:
+                self._probe.placement.put_on()
+                return
+            self.finish()
+            if not self._probe.gate.open:
+                self._probe.detach()

@@ -27,6 +27,7 @@ EVALUATION = "eval."
 ROOT = "(root)"
 SCALE = "train.scale"
 SKIPPED = "train.skipped"
+NONFINITE_SINCE = "train.nonfinite_since"
 # What attention shows besides its output, each at a site of its own: `attention:softmax.entropy`.
 # The statistic that sums it up is one of the attention's own, too.
 INSIDE_ATTENTION = {"entropy": ("entropy", "mean"), "max_logit": ("logits", "max")}

@@ -5,9 +5,10 @@ It lives in the training thread, hands finished steps to `submit` and never wait
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
@@ -15,38 +16,19 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from tbhooks import scaling
-from tbhooks.autograd import in_backward, unrecorded
+from tbhooks.autograd import unrecorded
 from tbhooks.buffer import Recorder
 from tbhooks.clock import Clock
-from tbhooks.compiled import runs_as_python
 from tbhooks.evaluation import Evaluation
 from tbhooks.parameters import ParameterReader
 from tbhooks.pending import Pending
 from tbhooks.probe import Probe
+from tbhooks.replay import Replay
 from tbhooks.report import Report
 from tbhooks.scaling import ScalerReader
+from tbhooks.schedule import Schedule
 from tbhooks.select import Selector, unwrap
-
-# Histograms of each of the first logged steps, then half as often with every doubling.
-HISTOGRAMS_IN_FULL = 100
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """Which steps are logged, and which of those take histograms."""
-
-    every: int
-    histograms: bool | int
-
-    def logs(self, step: int) -> bool:
-        return step % self.every == 0
-
-    def takes_histograms(self, logged: int) -> bool:
-        """Whether the n-th logged step does, counted from 0."""
-        if self.histograms is True:
-            doublings = (logged // HISTOGRAMS_IN_FULL).bit_length()
-            return logged % (1 << doublings) == 0
-        return self.histograms is not False and logged % self.histograms == 0
+from tbhooks.tripwire import Tripwire
 
 
 @dataclass
@@ -72,10 +54,15 @@ class Loop:
         self.scaler = ScalerReader(self.probe, self.clock, self.recorder, report)
         self.probe.backward_ended = self.parameters.backward_ended
         self.scaler.step_skipped = self._step_skipped
+        self.tripwire = Tripwire()
+        self.raises: Callable[[], None] | None = None
+        """Called where an exception reaches the user's loop, for one the user asked for."""
         self.logged = 0
         self._kinds = kinds
         self._evaluation: Evaluation | None = None
-        self._evaluation_root: RemovableHandle | None = None
+        self._replay: Replay | None = None
+        self._sick: Callable[[int, Replay], None] | None = None
+        self._was_sick = False
         self._last_label = 0
         self._model = weakref.ref(unwrap(model))
         self._schedule = schedule
@@ -118,7 +105,7 @@ class Loop:
 
     def forget_everyone(self) -> None:
         """Nobody calls any more: no optimizer, no scaler, no forward."""
-        self._leave_evaluation_root()
+        self._stop_asides()
         scaling.ignore(self.scaler)
         self.clock.stop()
 
@@ -141,53 +128,79 @@ class Loop:
         self._pauses += 1
         self.probe.remove()
         self.clock.leave_forwards()
-        self._leave_evaluation_root()
+        self._stop_asides()
 
     def resume(self) -> None:
         self._pauses -= 1
         if not self._pauses:
             self.clock.watch_forwards()
-            self._watch_evaluation_root()
+            self._start_asides()
             if self.probe.seen is not None:
                 self.probe.attach()
             elif self.probe.gate.was_compiled:
                 self.probe.placement.put_on()
 
-    # Evaluation passes.
-
     def read_evaluations(self) -> None:
         """From now on evaluation passes are read, apart from training."""
         if self._evaluation is None:
-            self._evaluation = Evaluation(self._kinds, self._rank, self._submit)
-            self.probe.evaluation = self._evaluation.recorder
-            self.probe.gate.evaluation = True
-            self._watch_evaluation_root()
+            self._evaluation = Evaluation(
+                self._model, self.probe, self._kinds, self._hand_over_evaluation, self._report
+            )  # fmt: skip
+            self._evaluation.start()
 
-    def _watch_evaluation_root(self) -> None:
-        if self._evaluation is not None and self._evaluation_root is None:
-            self._evaluation_root = self.probe.watch_root(self._forward_begins, in_graph=True)
+    def _hand_over_evaluation(self, recorder: Recorder) -> None:
+        """As of the training step that ended last."""
+        self._submit(recorder.pack(self._last_label, self._rank))
 
-    def _leave_evaluation_root(self) -> None:
-        if self._evaluation_root is not None:
-            self._evaluation_root.remove()
-            self._evaluation_root = None
-
-    @runs_as_python
-    def _forward_begins(self) -> None:
-        with self._report.guarded("before the model's forward"):
+    def replay_when(self, sick: Callable[[int, Replay], None]) -> None:
+        """From now on the gradients of every step are looked at, and `sick` is called if they are not finite."""
+        self._sick = sick
+        if self._replay is None:
             model = self._model()
-            if model is None or in_backward():
-                return
-            if not model.training:
+            if model is not None:
+                self._replay = Replay(model, self._report)
+                self._replay.start()
+
+    @contextlib.contextmanager
+    def reading_everything(self) -> Iterator[Recorder]:
+        """Hooks of its own on every module, and none of the watch's."""
+        model = self._model()
+        assert model is not None
+        recorder = Recorder(("activation", "gradient"))
+        probe = Probe(model, Selector(model, None, None), recorder, Report())
+        was_open = self.probe.gate.open
+        self.probe.remove()
+        try:
+            recorder.begin(with_buckets=False)
+            probe.begin(attach=True)
+            yield recorder
+        finally:
+            probe.abandon()
+            if was_open or self.probe.gate.was_compiled:
                 self.probe.placement.put_on()
-                return
-            self._finish_evaluation()
-            if not self.probe.gate.open:
-                self.probe.detach()
+                self.probe.gate.open = was_open
+
+    def _look_for_sickness(self, optimizer: Optimizer) -> None:
+        if self._replay is None or self._sick is None:
+            return
+        sick = self._replay.is_sick(optimizer)
+        if sick and not self._was_sick:
+            self._sick(self.clock.count, self._replay)
+        self._was_sick = sick
+
+    def _start_asides(self) -> None:
+        for aside in (self._evaluation, self._replay):
+            if aside is not None:
+                aside.start()
+
+    def _stop_asides(self) -> None:
+        for aside in (self._evaluation, self._replay):
+            if aside is not None:
+                aside.stop()
 
     def _finish_evaluation(self) -> None:
         if self._evaluation is not None:
-            self._evaluation.finish(self._last_label)
+            self._evaluation.finish()
 
     # Numbers the user logs.
 
@@ -259,9 +272,12 @@ class Loop:
         self._finish_step()
         self._ended = None
         self.scaler.before_optimizer(optimizer)
+        self.tripwire.look(optimizer, self.clock.count)
+        self._look_for_sickness(optimizer)
         if self.probe.seen is not None and not self._pauses:
             with unrecorded():
                 self.scaler.log()
+                self.tripwire.log(self.recorder)
                 self._log_learning_rates(optimizer)
                 self.parameters.before(optimizer, has_closure)
 
@@ -276,12 +292,18 @@ class Loop:
             self.probe.start_over()
             self.parameters.forget()
 
+    def raise_if_asked(self) -> None:
+        if self.raises is not None:
+            self.raises()
+
     def step_ended(self) -> None:
         self._step_ended(self.clock.count)
 
     def _step_ended(self, label: int) -> None:
         self._thread = threading.get_ident()
         self._last_label = label
+        if self._replay is not None:
+            self._replay.forget()
         self._finish_step()
         next_is_logged = self._schedule.logs(self.clock.count + 1)
         self._ended = Ended(label, self.probe.seen is not None, set(self.recorder.scalar_tags))

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tbhooks import stats
-from tbhooks.frame import Frame, Site
+from tbhooks.frame import NONFINITE_SINCE, Frame, Site
 
 RAW_GRADIENT = "raw_gradient"
 """The kind of weight gradients as backward left them, before they are clipped; in frames only their norm."""
@@ -135,7 +135,10 @@ def _gather(hosts: dict[int, NDArray[Number]], record: list[tuple[int, int]], wi
 
 
 def _read(scalars: Scalars, rows: dict[int, stats.Floats]) -> dict[str, float]:
-    return {
+    read = {
         tag: float(rows[value[0]][value[1], stats.MEAN]) if isinstance(value, tuple) else float(value)
         for tag, value in scalars.items()
     }
+    if read.get(NONFINITE_SINCE, 0) < 0:  # never
+        del read[NONFINITE_SINCE]
+    return read

@@ -1,13 +1,13 @@
-"""Which hooks are on which modules of a model. Only here are they put on, and taken off again."""
+"""Which hooks are on which modules and tensors. Only here are they put on modules, and taken off again."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from tbhooks import select
@@ -111,3 +111,22 @@ class Placement:
             yield module.register_forward_hook(hook)
         if self._functional is not None:
             yield module.register_forward_hook(LeaveHook(self._functional, hook.path), always_call=True)
+
+
+def hook_root(model: nn.Module, told: Callable[..., None]) -> RemovableHandle:
+    """Calls `told` whenever a forward of the model begins."""
+    return model.register_forward_pre_hook(told)
+
+
+def hook_forward(model: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> list[RemovableHandle]:
+    """Calls `before` with what a model is given, and `after` with what it returns."""
+    return [
+        model.register_forward_pre_hook(before, with_kwargs=True),
+        model.register_forward_hook(after),
+    ]
+
+
+def hook_tensor(tensor: Tensor, told: Callable[[Tensor], None]) -> RemovableHandle:
+    """Calls `told` with the tensor's gradient."""
+    handle: RemovableHandle = tensor.register_hook(told)  # type: ignore[no-untyped-call]
+    return handle

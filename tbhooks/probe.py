@@ -1,4 +1,4 @@
-"""What the hooks of a watch tell: reduced at once, detached, and not kept. Puts the hooks on tensors.
+"""What the hooks of a watch tell: reduced at once, detached, and not kept.
 
 Whatever goes wrong in here is counted and told once; training never sees it, and results never change.
 """
@@ -23,7 +23,7 @@ from tbhooks.frame import Site
 from tbhooks.functional import Functional
 from tbhooks.hooks import ForwardHook, GradientHook, RootHook, ScaledLossHook, is_hooked
 from tbhooks.pending import Span
-from tbhooks.placement import Placement
+from tbhooks.placement import Placement, hook_root, hook_tensor
 from tbhooks.report import Report
 from tbhooks.rows import describe, has_no_data, is_ordinary
 from tbhooks.seen import Seen
@@ -128,12 +128,12 @@ class Probe:
     def watch_root(self, told: Callable[[], None], in_graph: bool) -> RemovableHandle | None:
         """Calls `told` whenever a forward of the whole model begins; `in_graph`, from compiled functions as well."""
         model = self._model()
-        return None if model is None else model.register_forward_pre_hook(RootHook(told, in_graph))
+        return None if model is None else hook_root(model, RootHook(told, in_graph))
 
     def watch_scaled_loss(self, loss: Tensor, scale: Tensor) -> None:
         """Gradients of the backward pass that starts from this loss are divided by its scale."""
         if self.seen is not None and loss.requires_grad:
-            loss.register_hook(ScaledLossHook(self, self.seen, scale))  # type: ignore[no-untyped-call]
+            hook_tensor(loss, ScaledLossHook(self, self.seen, scale))
 
     # What the hooks call.
 
@@ -328,7 +328,7 @@ class Probe:
 
     def _place(self, seen: Seen, tensor: Tensor) -> GradientHook:
         hook = GradientHook(self, seen, tensor._is_view())
-        handle: RemovableHandle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+        handle = hook_tensor(tensor, hook)
         if tensor.is_leaf:  # it outlives the step, and so would the hook
             seen.leaf_handles.append(handle)
         seen.placed.append(hook)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -22,9 +24,12 @@ from tbhooks.compiled import never_compiled
 from tbhooks.errors import ArgumentError, ClosedError, check_names
 from tbhooks.frame import ALL_KINDS, KINDS, Finding, Frame
 from tbhooks.history import History
-from tbhooks.loop import Loop, Schedule
+from tbhooks.loop import Loop
 from tbhooks.pump import DEADLINE_S, Pump
+from tbhooks.reactions import Reactions
+from tbhooks.replay import Replay
 from tbhooks.report import Report, Stats
+from tbhooks.schedule import Schedule
 from tbhooks.select import Selector, unwrap
 from tbhooks.sinks import Sink
 
@@ -100,13 +105,18 @@ class Watch:
         self._report = Report()
         self._history = History()
         self._judge = judgement.Judge(rules, self._history)
-        self._pump = Pump(sinks, self._judge, self._report)
+        self._reactions = Reactions(self._report)
+        self._replayed: list[Finding] = []
+        self._unwritten: list[Finding] = []
+        self._pump = Pump(sinks, self._judged, self._report)
         self._loop = Loop(model, selector, kinds, schedule, mode, rank, self._pump.submit, self._report)
+        self._loop.raises = self._reactions.raise_if_asked
         self._model = weakref.ref(unwrap(model))
         self._sinks = sinks
         self._sinks_of = sinks_of
         self._evaluation_sinks: tuple[Sink, ...] = ()
         self._kinds = kinds
+        self._nonfinite: set[str] = set()
         self._closed = False
         # Nothing to do any more, or ever: another rank, a forked child, a model that is gone.
         self._idle = rank != 0
@@ -118,6 +128,7 @@ class Watch:
         label = None if n is None else arguments.whole_number("n", n, least=0)
         if not self._idle:
             self._loop.step(label)
+            self._reactions.raise_if_asked()
 
     @never_compiled
     def log(self, values: Mapping[str, Tensor | float]) -> None:
@@ -144,6 +155,33 @@ class Watch:
                 self._open_evaluation_sinks(self._sinks_of(writer))
             self._loop.read_evaluations()
         return self
+
+    def on_finding(self, reaction: Callable[[Finding], Any] | str) -> Watch:
+        """What follows a finding: a call with it, "raise" (a `FindingError` at the next step), "stop" (`should_stop`).
+
+        Callables are called from the background thread, for every finding that is told; the other two follow
+        warnings and errors.
+        """
+        self._check_usable()
+        self._reactions.add(reaction)
+        return self
+
+    def on_nonfinite(self, reaction: str) -> Watch:
+        """Looks at all gradients before every optimizer step, which waits for the device, and if any is not finite
+        runs the step once more to name the module it began in ("replay"), or raises before weights are touched
+        ("raise"). Both can be asked for. The inputs of a step are kept until it ends.
+        """
+        self._check_usable()
+        check_names("reaction", (reaction,), ("replay", "raise"))
+        self._nonfinite.add(reaction)
+        if not self._idle:
+            self._loop.replay_when(self._went_nonfinite)
+        return self
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether something was found, after `on_finding("stop")`."""
+        return self._reactions.should_stop
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -188,7 +226,7 @@ class Watch:
     def findings(self) -> list[Finding]:
         """What the rules found so far, oldest first, once a rule and place."""
         self.history  # noqa: B018  reading it waits for the pump
-        return list(self._judge.findings)
+        return sorted([*self._replayed, *self._judge.findings], key=lambda finding: finding.step)
 
     @property
     def stats(self) -> Stats:
@@ -254,6 +292,28 @@ class Watch:
         self._prepare(sinks)
         self._evaluation_sinks += sinks
         self._pump.send_evaluations_to(self._evaluation_sinks)
+
+    def _judged(self, frame: Frame) -> Frame:
+        """In the pump's thread: what the rules find, and what was found meanwhile, goes with the frame."""
+        known = len(self._judge.findings)
+        frame = self._judge(frame)
+        for finding in self._judge.findings[known:]:
+            self._reactions.told(finding)
+        if self._unwritten and frame.sites:
+            found, self._unwritten = self._unwritten, []
+            frame = replace(frame, findings=(*found, *frame.findings))
+            self._history.judged(frame)
+        return frame
+
+    def _went_nonfinite(self, step: int, replay: Replay) -> None:
+        """In the training thread, before the optimizer touches anything."""
+        finding = replay.finding(step, self._loop.reading_everything() if "replay" in self._nonfinite else None)
+        self._replayed.append(finding)
+        self._unwritten.append(finding)
+        self._report.tell(finding.message, level=logging.ERROR)
+        self._reactions.told(finding)
+        if "raise" in self._nonfinite:
+            self._reactions.raise_soon(finding)
 
     def _check_usable(self) -> None:
         if self._closed:

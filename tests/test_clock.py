@@ -12,7 +12,7 @@ from torch import nn
 
 import tbhooks
 from tbhooks.clock import FORWARDS_WITHOUT_OPTIMIZER, Round
-from tbhooks.loop import Schedule
+from tbhooks.schedule import Schedule
 from tests import zoo
 from tests.loops import forward, mlp, sgd, steps_of, train
 

@@ -1,0 +1,214 @@
+"""Where NaN came from: before weights are touched, the step's passes are run once more with every hook on.
+
+Only when asked for, because it looks at the gradients of every step, which waits for the device, and keeps the
+inputs of a step until it ends. The model is left as it was: gradients, buffers, random numbers, mode.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from tbhooks import outputs
+from tbhooks.autograd import in_backward
+from tbhooks.buffer import Recorder
+from tbhooks.compiled import never_compiled
+from tbhooks.frame import ROOT, Finding, Frame, Site
+from tbhooks.placement import hook_forward, hook_tensor
+from tbhooks.report import Report
+from tbhooks.stats import INFS, NANS
+
+UNKNOWN = "it cannot be known where it began"
+
+
+@dataclass
+class _Pass:
+    """One forward of the model, as it was called."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    random: tuple[Tensor, list[Tensor]]
+    buffers: list[tuple[Tensor, Tensor]]
+    autocast: list[tuple[str, torch.dtype]]
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    """Of its outputs, by index, as backward brought them."""
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """The first place where it was seen, or why there is none."""
+
+    site: Site | None
+    why: str
+
+
+class Replay:
+    """Keeps the passes of the running step, and runs them again when its gradients are not finite."""
+
+    def __init__(self, model: nn.Module, report: Report) -> None:
+        self._model = weakref.ref(model)
+        self._report = report
+        self._passes: list[_Pass] = []
+        self._handles: list[RemovableHandle] = []
+        self._running = False
+
+    def start(self) -> None:
+        model = self._model()
+        if model is not None and not self._handles:
+            self._handles = hook_forward(model, self._before, self._after)
+
+    def stop(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._passes = [], []
+
+    def forget(self) -> None:
+        """The step is over."""
+        self._passes = []
+
+    @never_compiled
+    def _before(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        if model.training and not self._running and not in_backward() and torch.is_grad_enabled():
+            with self._report.guarded("keeping a forward to replay"), torch.no_grad():
+                self._passes.append(_kept(model, args, kwargs))
+
+    @never_compiled
+    def _after(self, model: nn.Module, args: Any, output: Any) -> None:
+        if not model.training or self._running or in_backward() or not self._passes:
+            return
+        with self._report.guarded("keeping a backward to replay"):
+            for index, tensor in outputs.tensors(output):
+                if tensor.requires_grad and not tensor.is_leaf:
+                    hook_tensor(tensor, partial(_keep_gradient, self._passes[-1].gradients, index))
+
+    def is_sick(self, optimizer: Optimizer) -> bool:
+        """Whether any gradient about to be used is not finite. Waits for the device."""
+        handled = getattr(optimizer, "found_inf", None)
+        if isinstance(handled, Tensor) and bool(handled > 0):
+            return False  # a scaler has noticed, and the optimizer will leave this step out
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        with torch.no_grad():
+            sums = [_values(gradient).sum(dtype=torch.float32).to(gradients[0].device) for gradient in gradients]
+            return bool(sums) and not bool(torch.stack(sums).isfinite().all())
+
+    def finding(self, step: int, reading: contextlib.AbstractContextManager[Recorder] | None) -> Finding:
+        """What is to be told of it; without `reading` nothing is run again."""
+        culprit = Culprit(None, f"nothing was run again: {UNKNOWN}") if reading is None else self.culprit(reading)
+        where = "" if culprit.site is None else f" It began in the {culprit.site.kind} of {culprit.site.name}:"
+        message = (
+            f"gradients are not finite at step {step}, before the optimizer used them.{where} {culprit.why}. "
+            "Look at what goes in there; try a lower learning rate, clipping, or a higher precision"
+        )
+        return Finding(step, culprit.site, "non_finite", "error", message, {"replayed": reading is not None})
+
+    def culprit(self, reading: contextlib.AbstractContextManager[Recorder]) -> Culprit:
+        """Runs the step again and looks; `reading` puts hooks on, and gives what they record into."""
+        model = self._model()
+        if model is None or not self._passes:
+            return Culprit(None, f"the step's inputs were not seen: {UNKNOWN}")
+        self._running = True
+        try:
+            with _left_as_it_is(model), _run_eagerly(), reading as recorder:
+                for kept in self._passes:
+                    _run_again(model, kept)
+                frames = recorder.pack(0, 0).frames()
+        except Exception as problem:
+            self._report.error("replay", problem)
+            return Culprit(None, f"it could not be run again ({type(problem).__name__}): {UNKNOWN}")
+        finally:
+            self._running = False
+        if not frames:
+            return Culprit(None, f"nothing was seen when run again: {UNKNOWN}")
+        given = [gradient for kept in self._passes for gradient in kept.gradients.values()]
+        return _first(frames[-1], from_the_loss=any(not bool(gradient.isfinite().all()) for gradient in given))
+
+
+def _keep_gradient(kept: dict[str, Tensor], index: str, gradient: Tensor | None) -> None:
+    if gradient is not None:
+        kept[index] = gradient.detach().clone()
+
+
+def _values(gradient: Tensor) -> Tensor:
+    return gradient.coalesce().values() if gradient.layout is torch.sparse_coo else gradient
+
+
+def _kept(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Pass:
+    devices = {parameter.device.type for parameter in model.parameters()} | {"cpu"}
+    autocast = [(d, torch.get_autocast_dtype(d)) for d in sorted(devices) if torch.is_autocast_enabled(d)]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    return _Pass(args, kwargs, _random(), buffers, autocast)
+
+
+def _random() -> tuple[Tensor, list[Tensor]]:
+    on_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    return torch.get_rng_state(), on_devices
+
+
+def _set_random(state: tuple[Tensor, list[Tensor]]) -> None:
+    torch.set_rng_state(state[0])
+    if state[1]:
+        torch.cuda.set_rng_state_all(state[1])
+
+
+@contextlib.contextmanager
+def _left_as_it_is(model: nn.Module) -> Iterator[None]:
+    random = _random()
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        _set_random(random)
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+
+
+def _run_eagerly() -> contextlib.AbstractContextManager[Any]:
+    """Compiled code would not notice hooks that were not there when it was compiled."""
+    if "torch._dynamo" in sys.modules:
+        eager: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+        return eager
+    return contextlib.nullcontext()
+
+
+def _run_again(model: nn.Module, kept: _Pass) -> None:
+    _set_random(kept.random)
+    with torch.no_grad():
+        for buffer, value in kept.buffers:
+            buffer.copy_(value)
+    with contextlib.ExitStack() as around:
+        for device, dtype in kept.autocast:
+            around.enter_context(torch.autocast(device, dtype))
+        around.enter_context(torch.enable_grad())
+        found = dict(outputs.tensors(model(*kept.args, **kept.kwargs)))
+    reached = {index: gradient for index, gradient in kept.gradients.items() if index in found}
+    weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if reached and weights:
+        # Not into `.grad`, which the optimizer is about to use.
+        torch.autograd.grad([found[index] for index in reached], weights, list(reached.values()), allow_unused=True)
+
+
+def _first(frame: Frame, from_the_loss: bool) -> Culprit:
+    """In the order things happened: forward, then backward."""
+    before: Site | None = None
+    for site, row in zip(frame.sites, frame.values, strict=True):
+        if not (row[NANS] or row[INFS]):
+            before = site
+        elif site.kind == "activation":
+            return Culprit(site, "the first output in the forward pass that is not finite")
+        elif from_the_loss:
+            return Culprit(Site(ROOT, "gradient"), "outputs are finite, the gradient that comes from the loss is not")
+        else:
+            last = "" if before is None else f"; that of {before.name} was finite just before, so look at its backward"
+            return Culprit(site, f"outputs are finite, and it is the first gradient that is not{last}")
+    return Culprit(None, f"when run again everything was finite: {UNKNOWN}")

@@ -1,0 +1,26 @@
+"""Which steps are logged, and which of those take histograms: decided from their numbers alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# Histograms of each of the first logged steps, then half as often with every doubling.
+HISTOGRAMS_IN_FULL = 100
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Which steps are logged, and which of those take histograms."""
+
+    every: int
+    histograms: bool | int
+
+    def logs(self, step: int) -> bool:
+        return step % self.every == 0
+
+    def takes_histograms(self, logged: int) -> bool:
+        """Whether the n-th logged step does, counted from 0."""
+        if self.histograms is True:
+            doublings = (logged // HISTOGRAMS_IN_FULL).bit_length()
+            return logged % (1 << doublings) == 0
+        return self.histograms is not False and logged % self.histograms == 0
