@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tbhooks import buckets, kernel, rows, stats
 from tbhooks.frame import Site
-from tbhooks.pending import RAW_GRADIENT, Copy, Pending, Scalars, Span
+from tbhooks.pending import Copy, Pending, Scalars, Span
 
 # Torch reductions make temporaries of the tensor's size: larger tensors are read in parts this long.
 PART = 1 << 22
@@ -29,9 +29,8 @@ MOST_BYTES = 256 << 20
 MOST_COUNT = 2**31 - 1
 
 NO_SITE = -1
-# Kinds that are read for the sake of another: an update is measured against its weight, and gradients as
-# backward left them show what clipping did to those the optimizer used.
-READ_FOR = {"weight": "update", RAW_GRADIENT: "weight_gradient"}
+# Kinds that are read for the sake of another: an update is measured against its weight.
+READ_FOR = {"weight": "update"}
 
 
 class Buffer:
@@ -156,8 +155,6 @@ class Recorder:
         self._buffers: list[Buffer] = []
         self._number: dict[tuple[torch.device, bool], int] = {}
         self.calls: list[tuple[int, Span]] = []
-        # Sites that are read several times in a step, of which the last counts.
-        self._last: dict[int, Span] = {}
         self._scalars: Scalars = {}
         self._earlier: dict[int, Scalars] = {}
 
@@ -185,7 +182,7 @@ class Recorder:
 
     def restart(self) -> None:
         """Forgets what the step has recorded so far."""
-        self.calls, self._last, self._scalars, self._earlier = [], {}, {}, {}
+        self.calls, self._scalars, self._earlier = [], {}, {}
         for buffer in self._buffers:
             buffer.reset()
 
@@ -195,14 +192,6 @@ class Recorder:
             span = self._reduce(tensor, scale)
             if span is not None:
                 self.calls.append((site, span))
-        return span
-
-    def record_last(self, site: int, tensor: Tensor, scale: Tensor | None = None) -> Span | None:
-        """The same, in place of what the site has recorded so."""
-        with self._lock:
-            span = self._reduce(tensor, scale)
-            if span is not None:
-                self._last[site] = span
         return span
 
     def _reduce(self, tensor: Tensor, scale: Tensor | None) -> Span | None:
@@ -258,7 +247,7 @@ class Recorder:
         copies = {i: _copy_out(buffer) for i, buffer in enumerate(self._buffers) if buffer.used}
         pending = Pending(
             step, time.time(), rank, self.sites[:], self._shown, self.with_buckets,
-            copies, [*self.calls, *self._last.items()], self._scalars, self._earlier,
+            copies, self.calls, self._scalars, self._earlier,
         )  # fmt: skip
         self.restart()
         return pending

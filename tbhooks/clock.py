@@ -63,6 +63,7 @@ class Round:
     def __init__(self) -> None:
         self._members: dict[int, frozenset[int]] = {}
         self._stepped: set[int] = set()
+        self._kept: set[int] = set()
 
     def meets(self, key: int, parameters: frozenset[int]) -> None:
         """Tells of an optimizer about to step, and of the parameters it steps."""
@@ -99,7 +100,19 @@ class Round:
         self._stepped.add(key)
 
     def starts_over(self) -> None:
-        self._stepped = set()
+        self._stepped, self._kept = set(), set()
+
+    def is_kept(self, key: int) -> None:
+        """Tells of an optimizer that a scaler kept from stepping: it is not waited for."""
+        self._kept.add(key)
+
+    @property
+    def is_over(self) -> bool:
+        return self._stepped | self._kept >= self._members.keys()
+
+    @property
+    def has_stepped(self) -> bool:
+        return bool(self._stepped)
 
     def ends(self, key: int, parameters: frozenset[int]) -> bool:
         """Whether this optimizer's step has ended the training step."""
@@ -108,8 +121,8 @@ class Round:
         if late:
             return False
         self._stepped.add(key)
-        if self._stepped >= self._members.keys():
-            self._stepped = set()
+        if self.is_over:
+            self.starts_over()
             return True
         return False
 
@@ -202,6 +215,17 @@ class Clock:
             self._listener.step_ended()
         finally:
             self.count += 1
+
+    def kept(self, optimizer: Optimizer) -> bool:
+        """A scaler kept it from stepping. Whether the iteration has thereby ended without any step."""
+        self._round.is_kept(id(optimizer))
+        if not self._round.is_over:
+            return False
+        stepped = self._round.has_stepped
+        self._round.starts_over()
+        if stepped:
+            self.tick()
+        return not stepped
 
     @never_compiled
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

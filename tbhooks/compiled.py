@@ -25,7 +25,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 class Observer(Protocol):
     """Who is told what runs inside a compiled graph."""
 
-    def saw_in_graph(self, tensor: Tensor, kind: str, index: str, needs_gradient: bool, serial: int) -> None: ...
+    def saw_in_graph(self, tensor: Tensor, kind: str, index: str, gradient: str, serial: int) -> None: ...
 
     def began_in_graph(self) -> None: ...
 
@@ -63,6 +63,9 @@ def _host_number(value: int) -> Tensor:
         return torch.tensor(value, dtype=torch.int64, device="cpu")
 
 
+# Whether an output's gradient will be shown too: no, yes, or it would be if backward were not compiled as well.
+NO_GRADIENT, GRADIENT_COMES, LOST_GRADIENT = "", "comes", "lost"
+
 _numbers = itertools.count(1)
 _observers: weakref.WeakValueDictionary[int, Observer] = weakref.WeakValueDictionary()
 
@@ -74,10 +77,10 @@ def ticket(observer: Observer) -> Tensor:
     return _host_number(number)
 
 
-def _see(tensor: Tensor | None, kind: str, index: str, needs_gradient: bool, ticket: Tensor, serial: Tensor) -> None:
+def _see(tensor: Tensor | None, kind: str, index: str, gradient: str, ticket: Tensor, serial: Tensor) -> None:
     observer = _observers.get(int(ticket))
     if observer is not None and tensor is not None:
-        observer.saw_in_graph(tensor, kind, index, needs_gradient, int(serial))
+        observer.saw_in_graph(tensor, kind, index, gradient, int(serial))
 
 
 def _begin(ticket: Tensor) -> None:
@@ -103,7 +106,7 @@ def _define(schema: str, run: Callable[..., None]) -> Any:
     return getattr(torch.ops.tbhooks, name).default
 
 
-see = _define("see(Tensor? tensor, str kind, str index, bool needs_gradient, Tensor ticket, Tensor serial) -> ()", _see)
+see = _define("see(Tensor? tensor, str kind, str index, str gradient, Tensor ticket, Tensor serial) -> ()", _see)
 """Hands a tensor to the observer of `ticket`."""
 begin = _define("begin(Tensor ticket) -> ()", _begin)
 """Tells the observer of `ticket` that a forward of the whole model begins."""
@@ -120,6 +123,18 @@ def runs_as_python(function: Function) -> Function:
     return function
 
 
+def stays_uncompiled(function: Callable[..., Any]) -> None:
+    """Torch's own modules are compiled as part of others, or not at all; with hooks on they would be on their own."""
+    code = getattr(function, "__code__", None)
+    if code is not None and function.__module__.startswith(("torch.nn.", "torch.ao.")):
+        with contextlib.suppress(ImportError, AttributeError):
+            from torch._C._dynamo import eval_frame  # noqa: PLC0415  private
+
+            actions = eval_frame._FrameAction
+            strategy = eval_frame._FrameExecStrategy(actions.SKIP, actions.DEFAULT)
+            eval_frame.set_code_exec_strategy(code, strategy)
+
+
 def never_compiled(function: Function) -> Function:
     """Marks a function that torch.compile must not look into at all; what torch.compiler.disable does, unloaded."""
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
@@ -131,18 +146,19 @@ def show(tensor: Tensor, kind: str, index: str, wants_gradient: bool, ticket: Te
 
     torch._dynamo takes the call as it is; what it does is traced below it, where tensors take hooks again.
     """
-    # A leaf outlives the graph, and so would a hook on it; compiled autograd takes no hooks at all.
-    has_gradient = wants_gradient and tensor.requires_grad and not tensor.is_leaf and not backward_is_compiled()
-    see(tensor.detach(), kind, index, has_gradient, ticket, serial)
-    if has_gradient:
+    comes = NO_GRADIENT
+    if wants_gradient and tensor.requires_grad and not tensor.is_leaf:  # a leaf outlives the graph, as would its hook
+        comes = LOST_GRADIENT if _backward_is_compiled() else GRADIENT_COMES
+    see(tensor.detach(), kind, index, comes, ticket, serial)
+    if comes == GRADIENT_COMES:
 
         def saw(gradient: Tensor | None) -> None:  # None where only other outputs of the same operation are used
-            see(gradient, "gradient", index, False, ticket, serial)
+            see(gradient, "gradient", index, NO_GRADIENT, ticket, serial)
 
         tensor.register_hook(saw)  # type: ignore[no-untyped-call]
 
 
-def backward_is_compiled() -> bool:
+def _backward_is_compiled() -> bool:
     """Whether compiled autograd is on, which cannot take hooks on tensors inside a graph."""
     return bool(sys.modules["torch._dynamo"].compiled_autograd.compiled_autograd_enabled)
 

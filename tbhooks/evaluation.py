@@ -25,7 +25,7 @@ class Evaluation:
     """Collects one evaluation at a time and hands it over when training goes on."""
 
     def __init__(
-        self, model: weakref.ref[nn.Module], probe: Probe, kinds: Iterable[str],
+        self, model: weakref.ref[nn.Module], probe: Probe, kinds: Iterable[str], with_buckets: bool,
         hand_over: Callable[[Recorder], None], report: Report,
     ) -> None:  # fmt: skip
         self._model = model
@@ -34,7 +34,7 @@ class Evaluation:
         self._report = report
         self._root: RemovableHandle | None = None
         self._recorder = Recorder([kind for kind in kinds if kind in KINDS], EVALUATION)
-        self._recorder.begin(with_buckets=True)
+        self._recorder.begin(with_buckets)
 
     def start(self) -> None:
         self._probe.evaluation = self._recorder
@@ -50,6 +50,8 @@ class Evaluation:
 
     def finish(self) -> None:
         """Hands over what there is."""
+        if self._recorder.overflowed:
+            self._report.tell("an evaluation made more calls than its buffer holds; the rest is not in its numbers")
         if self._recorder.calls:
             self._hand_over(self._recorder)
 

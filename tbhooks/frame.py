@@ -25,6 +25,8 @@ ALL_KINDS = KINDS + OPTIONAL_KINDS
 EVALUATION = "eval."
 """What comes before the kind of everything read in an evaluation pass."""
 ROOT = "(root)"
+GRADIENT_NORM = "train.grad_norm"
+RAW_GRADIENT_NORM = "train.grad_norm_raw"
 SCALE = "train.scale"
 SKIPPED = "train.skipped"
 NONFINITE_SINCE = "train.nonfinite_since"

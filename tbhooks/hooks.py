@@ -31,6 +31,8 @@ class Told(Protocol):
 
     def saw_output(self, hook: ForwardHook, output: object) -> None: ...
 
+    def saw_call(self, hook: ForwardHook) -> None: ...
+
     def saw_inputs(self, hook: ForwardHook, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None: ...
 
     def saw_gradient(self, hook: GradientHook, gradient: Tensor) -> None: ...
@@ -38,7 +40,7 @@ class Told(Protocol):
     def saw_scaled_loss(self, hook: ScaledLossHook) -> None: ...
 
     def saw_in_graph(
-        self, hook: ForwardHook, tensor: Tensor, kind: str, index: str, needs_gradient: bool, serial: int
+        self, hook: ForwardHook, tensor: Tensor, kind: str, index: str, gradient: str, serial: int
     ) -> None: ...
 
     def number(self, site: Site) -> int: ...
@@ -101,9 +103,9 @@ class ForwardHook(_Unkept):
             )
         return self.sites[index]
 
-    def saw_in_graph(self, tensor: Tensor, kind: str, index: str, needs_gradient: bool, serial: int) -> None:
+    def saw_in_graph(self, tensor: Tensor, kind: str, index: str, gradient: str, serial: int) -> None:
         if not self.broken:
-            self.told.saw_in_graph(self, tensor, kind, index, needs_gradient, serial)
+            self.told.saw_in_graph(self, tensor, kind, index, gradient, serial)
 
     def began_in_graph(self) -> None:
         """Only the whole model's hook is told of that."""
@@ -122,8 +124,10 @@ class InputHook(_Unkept):
         return self.hook.told
 
     @runs_as_python
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
         hook = self.hook
+        if kwargs is None:  # taken off a moment ago: torch has it on its list still, but not how to call it
+            return
         if torch.compiler.is_compiling():
             if not torch.compiler.is_exporting() and _is_read_in_graph(hook.gate, module):
                 for index, tensor in outputs.inputs(args, kwargs):
@@ -175,15 +179,19 @@ class ScaledLossHook:
 class EnterHook(_Unkept):
     """Tells that a module's forward begins, to name the operations it calls."""
 
-    __slots__ = ("functional", "path")
+    __slots__ = ("functional", "hook")
 
-    def __init__(self, functional: Functional, path: str) -> None:
-        self.functional, self.path = functional, path
+    def __init__(self, functional: Functional, hook: ForwardHook) -> None:
+        self.functional, self.hook = functional, hook
 
     @runs_as_python
     def __call__(self, module: nn.Module, args: Any) -> None:
-        if not torch.compiler.is_compiling() and not in_backward():
-            self.functional.enter_module(self.path, module)
+        if torch.compiler.is_compiling():
+            if not torch.compiler.is_exporting():
+                self.hook.gate.compiling()
+        elif not in_backward():
+            self.hook.told.saw_call(self.hook)
+            self.functional.enter_module(self.hook.path, module)
 
 
 class LeaveHook(_Unkept):
@@ -200,6 +208,15 @@ class LeaveHook(_Unkept):
             self.functional.leave_module(self.path)
 
 
+def _call_new(module: nn.Module, known: set[int], args: Any, kwargs: Any) -> None:
+    """Torch has listed the pre-hooks of this call already: those put on since would miss it."""
+    for key, hook in list(module._forward_pre_hooks.items()):
+        if key not in known and isinstance(hook, InputHook):
+            hook(module, args, kwargs)
+        elif key not in known and isinstance(hook, EnterHook):
+            hook(module, args)
+
+
 def _are_stand_ins(args: Any) -> bool:
     return any(has_no_data(tensor) for _, tensor in outputs.tensors(args))
 
@@ -214,15 +231,17 @@ class RootHook(_Unkept):
         self.ticket = compiled.ticket(self)
 
     @runs_as_python
-    def __call__(self, module: nn.Module, args: Any) -> None:
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.compiler.is_compiling():
             if torch._C._get_tracing_state() is None and not _are_stand_ins(args):
+                known = set(module._forward_pre_hooks)
                 self.told()
+                _call_new(module, known, args, kwargs)
         elif self.in_graph and not torch.compiler.is_exporting():
             compiled.begin(self.ticket)
 
     def began_in_graph(self) -> None:
         self.told()
 
-    def saw_in_graph(self, tensor: Tensor, kind: str, index: str, needs_gradient: bool, serial: int) -> None:
+    def saw_in_graph(self, tensor: Tensor, kind: str, index: str, gradient: str, serial: int) -> None:
         """It sees no tensors."""

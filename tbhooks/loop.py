@@ -5,10 +5,9 @@ It lives in the training thread, hands finished steps to `submit` and never wait
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
@@ -52,7 +51,9 @@ class Loop:
         self.parameters = ParameterReader(model, selector, self.recorder, report)
         self.clock = Clock(mode, unwrap(model), self, report)
         self.scaler = ScalerReader(self.probe, self.clock, self.recorder, report)
+        self.probe.backward_begins = self.parameters.backward_begins
         self.probe.backward_ended = self.parameters.backward_ended
+        self.scaler.unscaled = self.parameters.unscaled
         self.scaler.step_skipped = self._step_skipped
         self.tripwire = Tripwire()
         self.raises: Callable[[], None] | None = None
@@ -61,9 +62,9 @@ class Loop:
         self._kinds = kinds
         self._evaluation: Evaluation | None = None
         self._replay: Replay | None = None
-        self._sick: Callable[[int, Replay], None] | None = None
-        self._was_sick = False
         self._last_label = 0
+        # An iteration made no step: what is logged until the next forward is of none.
+        self._was_skipped = False
         self._model = weakref.ref(unwrap(model))
         self._schedule = schedule
         self._rank = rank
@@ -97,6 +98,8 @@ class Loop:
                 if self.clock.mode != "optimizer":  # no optimizer will come to read them at
                     self.parameters.rest()
                 self._pack(self.clock.count)
+                if self.clock.mode == "forward":
+                    self._last_label = self.clock.count
             self.abandon()
             self._finish_step()
             self._hand_over_held()
@@ -124,9 +127,9 @@ class Loop:
                 self._finish_evaluation()
 
     def pause(self) -> None:
-        """Takes every hook off the model; pauses may be nested."""
+        """Takes every hook off the model but those in compiled code, which then do nothing; pauses may be nested."""
         self._pauses += 1
-        self.probe.remove()
+        self.probe.detach()
         self.clock.leave_forwards()
         self._stop_asides()
 
@@ -143,50 +146,22 @@ class Loop:
     def read_evaluations(self) -> None:
         """From now on evaluation passes are read, apart from training."""
         if self._evaluation is None:
+            with_buckets = self._schedule.histograms is not False
             self._evaluation = Evaluation(
-                self._model, self.probe, self._kinds, self._hand_over_evaluation, self._report
-            )  # fmt: skip
+                self._model, self.probe, self._kinds, with_buckets, self._hand_over_evaluation, self._report
+            )
             self._evaluation.start()
 
     def _hand_over_evaluation(self, recorder: Recorder) -> None:
-        """As of the training step that ended last."""
+        """As of the training step that ended last, and after it."""
+        self._finish_step()
         self._submit(recorder.pack(self._last_label, self._rank))
 
     def replay_when(self, sick: Callable[[int, Replay], None]) -> None:
         """From now on the gradients of every step are looked at, and `sick` is called if they are not finite."""
-        self._sick = sick
         if self._replay is None:
-            model = self._model()
-            if model is not None:
-                self._replay = Replay(model, self._report)
-                self._replay.start()
-
-    @contextlib.contextmanager
-    def reading_everything(self) -> Iterator[Recorder]:
-        """Hooks of its own on every module, and none of the watch's."""
-        model = self._model()
-        assert model is not None
-        recorder = Recorder(("activation", "gradient"))
-        probe = Probe(model, Selector(model, None, None), recorder, Report())
-        was_open = self.probe.gate.open
-        self.probe.remove()
-        try:
-            recorder.begin(with_buckets=False)
-            probe.begin(attach=True)
-            yield recorder
-        finally:
-            probe.abandon()
-            if was_open or self.probe.gate.was_compiled:
-                self.probe.placement.put_on()
-                self.probe.gate.open = was_open
-
-    def _look_for_sickness(self, optimizer: Optimizer) -> None:
-        if self._replay is None or self._sick is None:
-            return
-        sick = self._replay.is_sick(optimizer)
-        if sick and not self._was_sick:
-            self._sick(self.clock.count, self._replay)
-        self._was_sick = sick
+            self._replay = Replay(self._model, self.probe, sick, self._report)
+            self._replay.start()
 
     def _start_asides(self) -> None:
         for aside in (self._evaluation, self._replay):
@@ -213,6 +188,9 @@ class Loop:
                 self._pack_waiting()
 
     def _log_one(self, tag: str, value: Tensor | float) -> None:
+        if self._was_skipped and not self.probe.called:
+            return
+        self._was_skipped = False
         ended = self._still_open_to_scalars()
         if ended is not None and ended.logged and tag not in ended.tags:
             ended.tags.add(tag)
@@ -245,7 +223,7 @@ class Loop:
                 self._step_ended(self.clock.count if label is None else label)
                 self.clock.count += 1
             elif label is not None:
-                ended.label = label
+                ended.label = self._last_label = label
                 self._packed = replace(self._packed, step=label) if self._packed is not None else None
 
     # What the clock calls.
@@ -273,7 +251,8 @@ class Loop:
         self._ended = None
         self.scaler.before_optimizer(optimizer)
         self.tripwire.look(optimizer, self.clock.count)
-        self._look_for_sickness(optimizer)
+        if self._replay is not None:
+            self._replay.look(optimizer, self.clock.count)
         if self.probe.seen is not None and not self._pauses:
             with unrecorded():
                 self.scaler.log()
@@ -286,9 +265,13 @@ class Loop:
             with unrecorded():
                 self.parameters.after(optimizer, has_closure)
 
-    def _step_skipped(self) -> None:
-        """The iteration made no step: what was read of it is not of the one that will be."""
-        if not self.parameters.optimizer_came:
+    def _step_skipped(self, optimizer: Optimizer) -> None:
+        """A scaler kept it from stepping. If nobody stepped, what was read is not of the step that will be."""
+        if self.clock.mode in ("manual", "forward"):  # then something else ends the step, and it did happen
+            if self.probe.seen is not None:
+                self.scaler.log()
+        elif self.clock.kept(optimizer):
+            self._was_skipped, self._ended = True, None
             self.probe.start_over()
             self.parameters.forget()
 
@@ -301,7 +284,9 @@ class Loop:
 
     def _step_ended(self, label: int) -> None:
         self._thread = threading.get_ident()
-        self._last_label = label
+        if self.clock.mode != "forward":  # there a step ends when the next one begins
+            self._finish_evaluation()
+        self._last_label, self._was_skipped = label, False
         if self._replay is not None:
             self._replay.forget()
         self._finish_step()
@@ -319,6 +304,9 @@ class Loop:
             self._pack(label)
         if next_is_logged:
             self._begin()
+        if self.clock.mode == "forward" and self.probe.gate.was_compiled:
+            # The forward that ended the step is under way, in the graph it has chosen; the next one chooses now.
+            self.probe.gate.open = self._schedule.logs(self.clock.count + 2)
 
     def _finish_step(self) -> None:
         """Something of the next step is seen: nothing more can belong to the one that has ended."""
@@ -371,9 +359,9 @@ class Loop:
             self._submit(self._copied(self.clock.count))
 
     def _warn_if_blind(self, label: int) -> None:
-        if not self._pauses and self.recorder.wants("activation", "gradient") and not self.probe.called:
+        if not self._pauses and self.recorder.wants("activation", "gradient", "input") and self.probe.is_blind:
             self._report.tell(
-                f"step {label} was to be logged, but no watched module was seen running in it. A model that had run "
+                f"step {label} was to be logged, but the modules in it were not seen running. A model that had run "
                 "compiled before watch() goes on without hooks: call watch() first, or torch.compiler.reset() now. "
                 "Evaluation passes are read if w.evaluation() asks for them",
                 once="blind",

@@ -17,19 +17,18 @@ from torch.optim import Optimizer
 
 from tbhooks import select
 from tbhooks.buffer import NO_SITE, Recorder
-from tbhooks.frame import Site
-from tbhooks.pending import RAW_GRADIENT, Span
+from tbhooks.frame import RAW_GRADIENT_NORM, Site
+from tbhooks.norms import total_norm
 from tbhooks.report import Report
 from tbhooks.rows import describe, has_no_data
 
 
 @dataclass(frozen=True, slots=True)
-class _RawGradient:
-    """A gradient read at the end of backward, to recognise it if nothing has touched it since. Holds no tensor."""
+class _Mark:
+    """A gradient as it was when a backward pass began. Holds no tensor."""
 
     gradient: weakref.ref[Tensor]
     version: int
-    span: Span
 
     def is_still(self, gradient: Tensor) -> bool:
         return self.gradient() is gradient and gradient._version == self.version
@@ -43,25 +42,18 @@ class ParameterReader:
         self._selector = selector
         self._recorder = recorder
         self._report = report
-        # How many backward passes the last step took: those before the last leave gradients half accumulated.
-        self._expected_passes = self._passes = 0
         self.forget()
 
     def forget(self) -> None:
         """Lets go of every tensor; the next step looks the parameters up anew, as some may be replaced."""
-        self._expected_passes = self._passes
         self._paths: dict[int, str] = {}
         self._tensors: dict[int, nn.Parameter] = {}
         self._read: set[int] = set()
         self._read_gradients: set[int] = set()
         self._before: dict[int, Tensor] = {}
-        self._raw: dict[int, _RawGradient] = {}
-        self._passes = 0
-
-    @property
-    def optimizer_came(self) -> bool:
-        """Whether an optimizer has stepped any of them in the open step."""
-        return bool(self._read)
+        self._marks: dict[int, _Mark] = {}
+        # What a scaler has multiplied a parameter's gradient by, and not yet divided it by.
+        self._scales: dict[int, Tensor] = {}
 
     def owned(self, optimizer: Optimizer) -> frozenset[int]:
         """Which parameters of this model the optimizer steps, by id."""
@@ -72,20 +64,35 @@ class ParameterReader:
         model = self._model()
         return frozenset() if model is None else frozenset(id(parameter) for parameter in model.parameters())
 
-    def backward_ended(self, scale: Tensor | None) -> None:
-        """Gradients as backward left them, before anything clips or unscales them; `scale` is what they carry."""
-        self._passes += 1
-        if self._passes < self._expected_passes or not self._recorder.wants("weight_gradient"):
-            return
-        with torch.no_grad():
+    def backward_begins(self) -> None:
+        """To tell afterwards which gradients it has added to: another model's backward leaves these as they are."""
+        if self._recorder.wants("weight_gradient"):
             self._look_up()
-            for key, parameter in self._tensors.items():
-                gradient = parameter.grad
-                if gradient is not None and key not in self._read_gradients:
-                    site = self._recorder.number(Site(self._paths[key], RAW_GRADIENT))
-                    span = self._recorder.record_last(site, gradient, scale)
-                    if span is not None and scale is None:
-                        self._raw[key] = _RawGradient(weakref.ref(gradient), gradient._version, span)
+            gradients = {key: parameter.grad for key, parameter in self._tensors.items()}
+            self._marks = {key: _Mark(weakref.ref(g), g._version) for key, g in gradients.items() if g is not None}
+
+    def backward_ended(self, scale: Tensor | None) -> None:
+        """The norm before anything clips or unscales; `scale` is what the gradients carry."""
+        if not self._recorder.wants("weight_gradient"):
+            return
+        self._look_up()
+        gradients = {key: p.grad for key, p in self._tensors.items() if p.grad is not None}
+        added = [key for key, g in gradients.items() if key not in self._marks or not self._marks[key].is_still(g)]
+        if not added:
+            return
+        for key in added:
+            self._scales.pop(key, None)
+            if scale is not None:
+                self._scales[key] = scale.clone()  # the scaler changes its own in place
+        with torch.no_grad():
+            norm = total_norm(list(gradients.values()))
+            self._recorder.scalar(RAW_GRADIENT_NORM, norm if scale is None else norm / scale.to(norm.device))
+
+    def unscaled(self, optimizer: Optimizer) -> None:
+        """A scaler has divided its gradients."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                self._scales.pop(id(parameter), None)
 
     def before(self, optimizer: Optimizer, has_closure: bool) -> None:
         """Weights, and the gradients the step will use; with a closure those are made inside the step."""
@@ -115,7 +122,7 @@ class ParameterReader:
             for key in [key for key in self._paths if key not in self._read]:
                 self._read_weight(key)
                 if self._tensors[key].grad is not None:
-                    self._read_gradient(key, None)
+                    self._read_gradient(key, self._scales.get(key))
 
     def _stepped_by(self, optimizer: Optimizer) -> Iterator[int]:
         self._look_up()
@@ -157,9 +164,5 @@ class ParameterReader:
             return
         self._report.sees(str(site))
         self._read_gradients.add(key)
-        raw = self._raw.get(key)
-        if raw is not None and scale is None and raw.is_still(gradient):
-            self._recorder.share(number, raw.span)
-        else:
-            # A fused optimizer is handed scaled gradients and divides them itself.
-            self._recorder.record(number, gradient, scale)
+        # A fused optimizer is handed scaled gradients and divides them itself.
+        self._recorder.record(number, gradient, scale)

@@ -14,11 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tbhooks import stats
-from tbhooks.frame import NONFINITE_SINCE, Frame, Site
-
-RAW_GRADIENT = "raw_gradient"
-"""The kind of weight gradients as backward left them, before they are clipped; in frames only their norm."""
-GRADIENT_NORMS = {"train.grad_norm": "weight_gradient", "train.grad_norm_raw": RAW_GRADIENT}
+from tbhooks.frame import GRADIENT_NORM, NONFINITE_SINCE, Frame, Site
 
 Number = TypeVar("Number", np.float64, np.int64)
 Span = tuple[int, int, int]
@@ -91,7 +87,7 @@ class Pending:
         if self.with_buckets:
             host_counts = {i: copy.counts() for i, copy in self.copies.items()}
             counts = stats.merge_counts(_gather(host_counts, record, stats.BUCKETS), owner, len(order))
-        scalars = {**_read(self.scalars, rows), **self._gradient_norms(order, values)}
+        scalars = {**_read(self.scalars, rows), **self._gradient_norm(order, values)}
         shown = [i for i, site in enumerate(order) if self.sites[site].kind in self.kinds]
         sites = tuple(self.sites[order[i]] for i in shown)
         return Frame(self.step, self.time, self.rank, sites, values[shown], counts[shown], scalars=scalars)
@@ -113,17 +109,15 @@ class Pending:
             if self.sites[site].kind == "update" and self.sites[site].path in weight:
                 values[i, stats.BASE] = np.square(norms[weight[self.sites[site].path]])
 
-    def _gradient_norms(self, order: list[int], values: stats.Floats) -> dict[str, float]:
-        """The norm of all watched weight gradients together, as used and before clipping."""
-        squares = np.square(stats.STATS["norm"](values))
-        squares[values[:, stats.INFS] > 0] = np.inf  # unlike a site's own norm, one number must show them
-        squares[values[:, stats.NANS] > 0] = np.nan
-        found = {}
-        for tag, kind in GRADIENT_NORMS.items():
-            of_kind = [i for i, site in enumerate(order) if self.sites[site].kind == kind]
-            if of_kind:
-                found[tag] = float(np.sqrt(squares[of_kind].sum()))
-        return found
+    def _gradient_norm(self, order: list[int], values: stats.Floats) -> dict[str, float]:
+        """The norm of all watched weight gradients together, as the optimizer used them."""
+        of_gradients = values[[i for i, site in enumerate(order) if self.sites[site].kind == "weight_gradient"]]
+        if not len(of_gradients):
+            return {}
+        squares = np.square(stats.STATS["norm"](of_gradients))
+        squares[of_gradients[:, stats.INFS] > 0] = np.inf  # unlike a site's own norm, one number must show them
+        squares[of_gradients[:, stats.NANS] > 0] = np.nan
+        return {GRADIENT_NORM: float(np.sqrt(squares.sum()))}
 
 
 def _gather(hosts: dict[int, NDArray[Number]], record: list[tuple[int, int]], width: int) -> NDArray[Number]:

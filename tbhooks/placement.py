@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from tbhooks import select
+from tbhooks import compiled, select
 from tbhooks.frame import ROOT
 from tbhooks.functional import Functional
 from tbhooks.hooks import EnterHook, ForwardHook, InputHook, LeaveHook, Told
@@ -64,12 +64,17 @@ class Placement:
             )
             self._handles += self._register(hooks[path], module)
         self.hooks = hooks
+        if self._functional is not None:
+            self._functional.listens = True
 
     def take_off(self) -> None:
         """Leaves no hook on any module."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        if self._functional is not None:
+            self._functional.listens = False
+            self._functional.abandon()
 
     def sweep(self) -> None:
         """Takes off hooks that others have moved to modules of their own, as quantisation does."""
@@ -106,7 +111,8 @@ class Placement:
         if hook.reads_inputs:
             yield module.register_forward_pre_hook(InputHook(hook), with_kwargs=True)
         if self._functional is not None:
-            yield module.register_forward_pre_hook(EnterHook(self._functional, hook.path))
+            yield module.register_forward_pre_hook(EnterHook(self._functional, hook))
+        compiled.stays_uncompiled(type(module).forward)
         if hook.reads or hook.ends_backward:
             yield module.register_forward_hook(hook)
         if self._functional is not None:
@@ -115,7 +121,7 @@ class Placement:
 
 def hook_root(model: nn.Module, told: Callable[..., None]) -> RemovableHandle:
     """Calls `told` whenever a forward of the model begins."""
-    return model.register_forward_pre_hook(told)
+    return model.register_forward_pre_hook(told, with_kwargs=True)
 
 
 def hook_forward(model: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> list[RemovableHandle]:

@@ -33,6 +33,16 @@ from tbhooks.units import Units
 RECTIFIED = (":relu", ":relu6")
 
 
+GRADIENTS_INSIDE = "compiled with other outputs: what they pass on to each other stays inside"
+
+
+def _with_gradients_inside(found: list[tuple[str, Tensor]]) -> bool:
+    """Whether these are several outputs of one compiled graph: a gradient from one to another is not seen outside."""
+    origins = [tensor.grad_fn for _, tensor in found if tensor.grad_fn is not None]
+    compiled_origins = [origin for origin in origins if type(origin).__name__ == "CompiledFunctionBackward"]
+    return len(compiled_origins) > 1
+
+
 class Probe:
     """The hooks of one watch. `begin` opens a logged step, `end` closes it."""
 
@@ -43,6 +53,8 @@ class Probe:
         """Called once, before a training forward is read: the step before it is over."""
         self.backward_ended: Callable[[Tensor | None], None] | None = None
         """Called when a backward pass that reached the open step has ended, with the scale of its loss."""
+        self.backward_begins: Callable[[], None] | None = None
+        """Called when one begins."""
         self.evaluation: Recorder | None = None
         """Where evaluation passes are read into, if they are."""
         self.gate = Gate()
@@ -66,6 +78,11 @@ class Probe:
     def called(self) -> bool:
         """Whether any watched module was called in the open step."""
         return self.seen is not None and bool(self.seen.called)
+
+    @property
+    def is_blind(self) -> bool:
+        """Whether nothing was seen of the model, or only its outside."""
+        return not self.called or (self.seen is not None and self.seen.is_blind_below(self.placement.hooks))
 
     def begin(self, attach: bool) -> None:
         """Opens a logged step and puts the hooks on."""
@@ -158,15 +175,16 @@ class Probe:
         self._report.hooks_fired += 1
         found = outputs.tensors(output)
         if recorder is self.evaluation:
-            for index, tensor in found:
+            for index, tensor in found if hook.reads_outputs else ():
                 self._record(recorder, recorder.number(Site(hook.path, "activation", index)), tensor)
             return
         assert self.seen is not None
         self.seen.called.add(hook.path)
         if not found:
             self._report.cannot_see(hook.path, f"its output, a {type(output).__name__}, shows no tensor")
+        inside = self.gate.was_compiled and _with_gradients_inside(found)
         for index, tensor in found:
-            self._saw_tensor(self.seen, hook, index, tensor)
+            self._saw_tensor(self.seen, hook, index, tensor, hidden=inside)
 
     def saw_inputs(self, hook: ForwardHook, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch._C._get_tracing_state() is not None:
@@ -174,12 +192,23 @@ class Probe:
         with self._report.guarded(f"reading inputs of {hook.path}"):
             recorder = self._destination()
             if recorder is not None and not recorder.overflowed and not in_backward():
+                self._note_called(recorder, hook)
                 with unrecorded():
                     for index, tensor in outputs.inputs(args, kwargs):
                         self._record(recorder, recorder.number(Site(hook.path, "input", index)), tensor)
 
+    def saw_call(self, hook: ForwardHook) -> None:
+        with self._report.guarded(f"call of {hook.path}"):
+            recorder = self._destination() if torch._C._get_tracing_state() is None else None
+            if recorder is not None:
+                self._note_called(recorder, hook)
+
+    def _note_called(self, recorder: Recorder, hook: ForwardHook) -> None:
+        if recorder is not self.evaluation and self.seen is not None:
+            self.seen.called.add(hook.path)
+
     def _saw_functional(self, path: str, index: str, tensor: Tensor) -> None:
-        hook = self.placement.hooks.get(path.partition(":")[0])
+        hook = self.placement.hooks.get(path.rpartition(":")[0])
         if hook is None or not hook.reads_operations or in_backward():
             return
         recorder = self._destination()
@@ -217,13 +246,13 @@ class Probe:
                 self._note_backward(self.seen)
 
     def saw_in_graph(
-        self, hook: ForwardHook, tensor: Tensor, kind: str, index: str, needs_gradient: bool, serial: int
+        self, hook: ForwardHook, tensor: Tensor, kind: str, index: str, gradient: str, serial: int
     ) -> None:
         """What hooks see that were compiled with the model."""
         with self._report.guarded(f"compiled hook on {hook.path}"):
             if kind == "gradient":
                 placed = None if self.seen is None else self.seen.in_graph.get((hook.path, index))
-                if placed is not None and serial == int(self.gate.serial):
+                if placed is not None and self.seen is not None and serial in self.seen.serials:
                     self.saw_gradient(placed, tensor)
                 return
             recorder = self._destination()
@@ -235,9 +264,10 @@ class Probe:
                 self.seen.called.add(hook.path)
                 if hook.has_units:
                     self.units.see(f"activation/{hook.path}{index}", tensor)
-                if needs_gradient:
+                self.seen.serials.add(serial)
+                if gradient == compiled.GRADIENT_COMES:
                     self._expect_in_graph(self.seen, hook, index)
-                elif hook.reads_gradients and compiled.backward_is_compiled():
+                elif gradient == compiled.LOST_GRADIENT and hook.reads_gradients:
                     self._report.cannot_see(f"gradient/{hook.path}{index}", "compiled autograd takes no hooks")
 
     def _site_in_graph(self, recorder: Recorder, hook: ForwardHook, kind: str, index: str) -> int:
@@ -279,11 +309,13 @@ class Probe:
             self.units.forget()
             self._recorder.restart()
         self._read_evaluation = not model.training
+        if self.seen.backward != NO_BACKWARD and not in_backward():  # that one raised, and never called back
+            self.seen.backward, self.seen.scale = NO_BACKWARD, None
         return self._recorder
 
     # What is done with a tensor.
 
-    def _saw_tensor(self, seen: Seen, hook: ForwardHook, index: str, tensor: Tensor) -> None:
+    def _saw_tensor(self, seen: Seen, hook: ForwardHook, index: str, tensor: Tensor, hidden: bool) -> None:
         if has_no_data(tensor):
             self._report.cannot_see(hook.path + index, "it holds no data: a tracing or torch.func stand-in")
             return
@@ -298,6 +330,9 @@ class Probe:
             self._note_readable(hook.path + index, tensor, span is not None)
             if hook.has_units:
                 self.units.see(f"activation/{hook.path}{index}", tensor)
+        if hidden and gradient != NO_SITE:
+            gradient = NO_SITE
+            self._report.cannot_see(f"gradient/{hook.path}{index}", GRADIENTS_INSIDE)
         wanted = tensor.requires_grad and (gradient != NO_SITE or hook.ends_backward)
         # A recomputed block is called with tensors that are hooked already, not with copies of them.
         if wanted and not (recomputed and (tensor.is_leaf or is_hooked(tensor, seen, gradient))):
@@ -339,6 +374,8 @@ class Probe:
         if self.backward_ended is None or seen.backward != NO_BACKWARD or not in_backward():
             return
         seen.backward = backward_pass()
+        if self.backward_begins is not None:
+            self.backward_begins()
         at_end_of_backward(partial(self._backward_ends, seen))
 
     @runs_as_python

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -25,7 +25,9 @@ from tbhooks.buffer import Recorder
 from tbhooks.compiled import never_compiled
 from tbhooks.frame import ROOT, Finding, Frame, Site
 from tbhooks.placement import hook_forward, hook_tensor
+from tbhooks.probe import Probe
 from tbhooks.report import Report
+from tbhooks.select import Selector
 from tbhooks.stats import INFS, NANS
 
 UNKNOWN = "it cannot be known where it began"
@@ -55,8 +57,13 @@ class Culprit:
 class Replay:
     """Keeps the passes of the running step, and runs them again when its gradients are not finite."""
 
-    def __init__(self, model: nn.Module, report: Report) -> None:
-        self._model = weakref.ref(model)
+    def __init__(
+        self, model: weakref.ref[nn.Module], probe: Probe, sick: Callable[[int, Replay], None], report: Report
+    ) -> None:
+        self._model = model
+        self._probe = probe
+        self._sick = sick
+        self._was_sick = False
         self._report = report
         self._passes: list[_Pass] = []
         self._handles: list[RemovableHandle] = []
@@ -91,6 +98,13 @@ class Replay:
                 if tensor.requires_grad and not tensor.is_leaf:
                     hook_tensor(tensor, partial(_keep_gradient, self._passes[-1].gradients, index))
 
+    def look(self, optimizer: Optimizer, step: int) -> None:
+        """To be called before each of the optimizer's steps; tells once while it lasts."""
+        sick = self.is_sick(optimizer)
+        if sick and not self._was_sick:
+            self._sick(step, self)
+        self._was_sick = sick
+
     def is_sick(self, optimizer: Optimizer) -> bool:
         """Whether any gradient about to be used is not finite. Waits for the device."""
         handled = getattr(optimizer, "found_inf", None)
@@ -101,24 +115,24 @@ class Replay:
             sums = [_values(gradient).sum(dtype=torch.float32).to(gradients[0].device) for gradient in gradients]
             return bool(sums) and not bool(torch.stack(sums).isfinite().all())
 
-    def finding(self, step: int, reading: contextlib.AbstractContextManager[Recorder] | None) -> Finding:
-        """What is to be told of it; without `reading` nothing is run again."""
-        culprit = Culprit(None, f"nothing was run again: {UNKNOWN}") if reading is None else self.culprit(reading)
+    def finding(self, step: int, run_again: bool) -> Finding:
+        """What is to be told of it."""
+        culprit = self.culprit() if run_again else Culprit(None, f"nothing was run again: {UNKNOWN}")
         where = "" if culprit.site is None else f" It began in the {culprit.site.kind} of {culprit.site.name}:"
         message = (
             f"gradients are not finite at step {step}, before the optimizer used them.{where} {culprit.why}. "
             "Look at what goes in there; try a lower learning rate, clipping, or a higher precision"
         )
-        return Finding(step, culprit.site, "non_finite", "error", message, {"replayed": reading is not None})
+        return Finding(step, culprit.site, "non_finite", "error", message, {"replayed": run_again})
 
-    def culprit(self, reading: contextlib.AbstractContextManager[Recorder]) -> Culprit:
-        """Runs the step again and looks; `reading` puts hooks on, and gives what they record into."""
+    def culprit(self) -> Culprit:
+        """Runs the step again and looks."""
         model = self._model()
         if model is None or not self._passes:
             return Culprit(None, f"the step's inputs were not seen: {UNKNOWN}")
         self._running = True
         try:
-            with _left_as_it_is(model), _run_eagerly(), reading as recorder:
+            with _left_as_it_is(model), _run_eagerly(), _everything_read(model, self._probe) as recorder:
                 for kept in self._passes:
                     _run_again(model, kept)
                 frames = recorder.pack(0, 0).frames()
@@ -158,6 +172,24 @@ def _set_random(state: tuple[Tensor, list[Tensor]]) -> None:
     torch.set_rng_state(state[0])
     if state[1]:
         torch.cuda.set_rng_state_all(state[1])
+
+
+@contextlib.contextmanager
+def _everything_read(model: nn.Module, usual: Probe) -> Iterator[Recorder]:
+    """Hooks of its own on every module, and none of the watch's."""
+    recorder = Recorder(("activation", "gradient"))
+    probe = Probe(model, Selector(model, None, None), recorder, Report())
+    was_open = usual.gate.open
+    usual.remove()
+    try:
+        recorder.begin(with_buckets=False)
+        probe.begin(attach=True)
+        yield recorder
+    finally:
+        probe.abandon()
+        if was_open or usual.gate.was_compiled:
+            usual.placement.put_on()
+            usual.gate.open = was_open
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from tbhooks import outputs
 from tbhooks.buffer import Recorder
 from tbhooks.clock import Clock
 from tbhooks.compiled import never_compiled
@@ -28,6 +29,8 @@ class Listener(Protocol):
 
     def loss_scaled(self, loss: Tensor, scale: Tensor) -> None: ...
 
+    def gradients_unscaled(self, optimizer: Optimizer) -> None: ...
+
     def scaler_steps(self, optimizer: Optimizer, scale: Tensor) -> None: ...
 
     def scaler_stepped(self, optimizer: Optimizer) -> None: ...
@@ -35,15 +38,20 @@ class Listener(Protocol):
 
 _listeners: list[Listener] = []
 _wrapped: dict[str, Any] = {}
+# Raised with every new set of wrappers: those that somebody else's wrapper kept alive say nothing any more.
+_generation = [0]
 
 
 def listen(listener: Listener) -> None:
     """Tells it of everything every GradScaler does from now on."""
     _listeners.append(listener)
     if not _wrapped:
-        for name, wrapper in (("scale", _around_scale), ("step", _around_step)):
+        _generation[0] += 1
+        mine = _generation[0]
+        for name, wrapper in (("scale", _around_scale), ("step", _around_step), ("unscale_", _around_unscale)):
             _wrapped[name] = GradScaler.__dict__[name]
-            setattr(GradScaler, name, wrapt.FunctionWrapper(_wrapped[name], wrapper))
+            wrapped = wrapt.FunctionWrapper(_wrapped[name], wrapper, enabled=lambda: _generation[0] == mine)
+            setattr(GradScaler, name, wrapped)
 
 
 def ignore(listener: Listener) -> None:
@@ -62,11 +70,20 @@ def _around_scale(wrapped: Any, scaler: GradScaler, args: Any, kwargs: Any) -> A
     scaled = wrapped(*args, **kwargs)
     scale = _scale_of(scaler)
     if scale is not None:
-        for loss in scaled if isinstance(scaled, list | tuple) else (scaled,):
-            if isinstance(loss, Tensor):
-                for listener in _listeners:
-                    listener.loss_scaled(loss, scale)
+        for _, loss in outputs.tensors(scaled):
+            for listener in _listeners:
+                listener.loss_scaled(loss, scale)
     return scaled
+
+
+@never_compiled
+def _around_unscale(wrapped: Any, _scaler: GradScaler, args: Any, kwargs: Any) -> Any:
+    result = wrapped(*args, **kwargs)
+    optimizer = args[0] if args else kwargs.get("optimizer")
+    if isinstance(optimizer, Optimizer):
+        for listener in _listeners:
+            listener.gradients_unscaled(optimizer)
+    return result
 
 
 @never_compiled
@@ -93,7 +110,9 @@ class ScalerReader:
     """What scalers do to one watched model."""
 
     def __init__(self, probe: Probe, clock: Clock, recorder: Recorder, report: Report) -> None:
-        self.step_skipped: Callable[[], None] | None = None
+        self.unscaled: Callable[[Optimizer], None] | None = None
+        """Called when the gradients of an optimizer have been divided."""
+        self.step_skipped: Callable[[Optimizer], None] | None = None
         """Called when a scaler has kept an optimizer from stepping."""
         self._probe = probe
         self._clock = clock
@@ -114,6 +133,11 @@ class ScalerReader:
         with self._report.guarded("reading a loss scale"):
             self._probe.watch_scaled_loss(loss, scale)
 
+    def gradients_unscaled(self, optimizer: Optimizer) -> None:
+        with self._report.guarded("after a scaler's division"):
+            if self.unscaled is not None and self._clock.owns(optimizer):
+                self.unscaled(optimizer)
+
     def scaler_steps(self, optimizer: Optimizer, scale: Tensor) -> None:
         with self._report.guarded("reading a loss scale"):
             self._steps_before = self._clock.optimizer_steps
@@ -126,7 +150,7 @@ class ScalerReader:
             if self._clock.owns(optimizer) and self._clock.optimizer_steps == self._steps_before:
                 self._skipped += 1
                 if self.step_skipped is not None:
-                    self.step_skipped()
+                    self.step_skipped(optimizer)
 
     def before_optimizer(self, optimizer: Optimizer) -> None:
         """Counts a step that a fused optimizer is told to leave out, without looking whether it was."""

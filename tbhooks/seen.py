@@ -6,21 +6,22 @@ Kept by the probe from the first hook of a step to its end. Holds no tensor aliv
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from tbhooks.autograd import NO_BACKWARD
-from tbhooks.frame import Site
-from tbhooks.hooks import GradientHook
+from tbhooks.frame import ROOT, Site
+from tbhooks.hooks import ForwardHook, GradientHook
 from tbhooks.pending import Span
 from tbhooks.report import Report
 
 NEVER_CALLED = "never called as a module; its parameters are watched all the same"
 VIEW_LOST = "no gradient reached this view: unused, or modified in place later"
 NOT_REACHED = "no gradient reached it: the loss does not depend on it"
+NONE_CAME = "no gradient came out of the compiled graph: there was no backward, or compiled autograd ran it"
 # Outputs passed on unchanged are recognised among this many recent tensors.
 MOST_RECENT = 256
 
@@ -47,6 +48,8 @@ class Seen:
     """The backward pass that is running through it."""
     scale: Tensor | None = None
     """What the loss of that pass was multiplied by."""
+    serials: set[int] = field(default_factory=set)
+    """The numbers of the step, as compiled graphs know it."""
     leaf_handles: list[RemovableHandle] = field(default_factory=list)
     _recent: dict[int, _Recent] = field(default_factory=dict)
 
@@ -54,6 +57,18 @@ class Seen:
     def gradients(self) -> bool:
         """Whether a backward pass has reached the step."""
         return any(hook.fired for hook in self.placed)
+
+    def is_blind_below(self, hooks: Mapping[str, ForwardHook]) -> bool:
+        """Whether a module ran that may be compiled, and none of those in it was seen."""
+        return any(self._hides_its_parts(path, hooks) for path in self.called if path in hooks)
+
+    def _hides_its_parts(self, path: str, hooks: Mapping[str, ForwardHook]) -> bool:
+        module = hooks[path].module()
+        if path != ROOT and getattr(module, "_compiled_call_impl", None) is None:
+            return False
+        start = "" if path == ROOT else f"{path}."
+        parts = [other for other, hook in hooks.items() if other != path and other.startswith(start) and hook.reads]
+        return bool(parts) and self.called.isdisjoint(parts)
 
     def recall(self, tensor: Tensor) -> tuple[Span | None, GradientHook | None]:
         """What is known of this very tensor, unchanged since."""
@@ -85,6 +100,10 @@ class Seen:
         reached = {site for hook in self.placed if hook.fired for site in hook.sites}
         if reached:
             self._report_unreached(report, reached, sites)
+        else:
+            for hook in self.in_graph.values():
+                for site in hook.sites:
+                    report.cannot_see(str(sites[site]), NONE_CAME)
         report.tell_unseen()
 
     def _report_unreached(self, report: Report, reached: set[int], sites: list[Site]) -> None:

@@ -185,7 +185,7 @@ class Watch:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """No hooks and no reading inside; steps are still counted."""
+        """No reading inside, and no hooks but those that are compiled into the model; steps are still counted."""
         self._check_usable()
         self._loop.pause()
         try:
@@ -290,6 +290,8 @@ class Watch:
                 "there too, under tags that begin with eval."
             )
         self._prepare(sinks)
+        self._loop.settle()
+        self._pump.wait()
         self._evaluation_sinks += sinks
         self._pump.send_evaluations_to(self._evaluation_sinks)
 
@@ -299,15 +301,16 @@ class Watch:
         frame = self._judge(frame)
         for finding in self._judge.findings[known:]:
             self._reactions.told(finding)
-        if self._unwritten and frame.sites:
-            found, self._unwritten = self._unwritten, []
+        found = [finding for finding in self._unwritten if finding.step <= frame.step] if frame.sites else []
+        if found:
+            self._unwritten = [finding for finding in self._unwritten if finding.step > frame.step]
             frame = replace(frame, findings=(*found, *frame.findings))
             self._history.judged(frame)
         return frame
 
     def _went_nonfinite(self, step: int, replay: Replay) -> None:
         """In the training thread, before the optimizer touches anything."""
-        finding = replay.finding(step, self._loop.reading_everything() if "replay" in self._nonfinite else None)
+        finding = replay.finding(step, run_again="replay" in self._nonfinite)
         self._replayed.append(finding)
         self._unwritten.append(finding)
         self._report.tell(finding.message, level=logging.ERROR)

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from tbhooks import functional
+from tbhooks import attention, functional
 from tbhooks.frame import ROOT
 from tbhooks.functional import MOST_CALLS, OPERATIONS, Functional
 from tbhooks.report import Report
@@ -490,7 +490,7 @@ def test_the_largest_logit_and_entropy_of_attention(data: st.DataObject) -> None
     causal = mask is None and draw(st.booleans())
     scale = draw(st.sampled_from([None, 0.3, 1.0]))
     patch = pytest.MonkeyPatch()
-    patch.setattr(functional, "MOST_LOGITS", draw(st.sampled_from([1, 5, 20, 64, 1 << 22])))
+    patch.setattr(attention, "MOST_LOGITS", draw(st.sampled_from([1, 5, 20, 64, 1 << 22])))
     try:
         seen = seen_of(
             lambda: F.scaled_dot_product_attention(
@@ -505,7 +505,7 @@ def test_the_largest_logit_and_entropy_of_attention(data: st.DataObject) -> None
 @pytest.mark.parametrize("most", [7, 14, 100])
 def test_causal_attention_in_parts(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    monkeypatch.setattr(functional, "MOST_LOGITS", most)
+    monkeypatch.setattr(attention, "MOST_LOGITS", most)
     q, k = torch.randn(2, 3, 7, 2), torch.randn(2, 3, 7, 2)
     seen = seen_of(lambda: F.scaled_dot_product_attention(q, k, k, is_causal=True))
     check_attention(seen, attention_logits(q, k, causal=True))
@@ -578,10 +578,10 @@ def test_no_temporary_is_larger_than_allowed(
     causal: bool, rows: int, keys: int, width: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     q, k = (torch.randn(2, h, n, width, dtype=torch.bfloat16) for h, n in ((4, rows), (2, keys)))
-    monkeypatch.setattr(functional, "MOST_LOGITS", most)
+    monkeypatch.setattr(attention, "MOST_LOGITS", most)
     largest = Largest()
     with largest, torch.no_grad():
-        for _ in functional._inside_attention((q, k, k), {"is_causal": causal, "enable_gqa": True}, q):
+        for _ in attention.inside_attention((q, k, k), {"is_causal": causal, "enable_gqa": True}, q):
             pass
     assert 0 < largest.elements <= most
 

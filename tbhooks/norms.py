@@ -1,0 +1,48 @@
+"""The norm of many tensors together, on their device, as one number. No sync, nothing kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tbhooks import kernel, stats
+
+
+def total_norm(tensors: Sequence[Tensor]) -> Tensor:
+    """In float64 where that costs nothing; NaN or infinite if any element is."""
+    dense = [tensor.coalesce().values() if tensor.layout is torch.sparse_coo else tensor for tensor in tensors]
+    dense = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in dense]
+    readable = [tensor for tensor in dense if kernel.can_read(tensor)]
+    others = [tensor for tensor in dense if not kernel.can_read(tensor)]
+    parts = [_by_kernel(readable)] if readable else []
+    parts += [_by_torch([tensor for tensor in others if tensor.device == device]) for device in _devices(others)]
+    home = parts[0].device
+    wide = torch.float64 if home.type == "cpu" else parts[0].dtype
+    total: Tensor = torch.linalg.vector_norm(torch.stack([part.to(home, wide) for part in parts]))
+    return total
+
+
+def _devices(tensors: Sequence[Tensor]) -> list[torch.device]:
+    return list(dict.fromkeys(tensor.device for tensor in tensors))
+
+
+def _by_kernel(tensors: Sequence[Tensor]) -> Tensor:
+    rows = torch.empty((len(tensors), stats.WIDTH), dtype=torch.float64, device="cpu")
+    for tensor, row in zip(tensors, rows.unbind(), strict=True):
+        kernel.reduce(tensor, row, None)
+    count, mean, m2, nans, infs = (
+        rows[:, column] for column in (stats.COUNT, stats.MEAN, stats.M2, stats.NANS, stats.INFS)
+    )
+    squares = m2 + (count - nans - infs) * mean.square()
+    squares = squares.masked_fill(infs > 0, torch.inf).masked_fill(nans > 0, torch.nan)
+    return squares.sum().sqrt()
+
+
+def _by_torch(tensors: Sequence[Tensor]) -> Tensor:
+    """In float32 at least: the squares of half precision overflow."""
+    wide = torch.float64 if tensors[0].device.type == "cpu" else torch.float32
+    norms = [torch.linalg.vector_norm(t, dtype=wide if t.dtype.itemsize < 8 else None) for t in tensors]
+    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(wide) for norm in norms]))
+    return total
