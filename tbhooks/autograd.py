@@ -19,6 +19,7 @@ from torch.utils.checkpoint import CheckpointFunction
 NO_BACKWARD = -1
 _graph_task = getattr(torch._C, "_current_graph_task_id", lambda: NO_BACKWARD)
 _dispatch_modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
+_NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 _REENTRANT = CheckpointFunction.backward.__code__
 
 
@@ -50,4 +51,4 @@ def at_end_of_backward(function: Callable[[], None]) -> None:
 
 def unrecorded() -> contextlib.AbstractContextManager[Any]:
     """What others record on this thread (tracers, selective checkpoints, FLOP counters) is not to include us."""
-    return _disable_current_modes() if _dispatch_modes() else contextlib.nullcontext()
+    return _disable_current_modes() if _dispatch_modes() else _NOTHING

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -227,7 +227,19 @@ class Recorder:
         record = buffer.take()
         if record is not None:
             buffer.row(record)[stats.MEAN].copy_(value.detach().reshape(()))
-            scalars[tag] = (number, record, record + 1)
+            scalars[tag] = (number, record, stats.MEAN)
+
+    def scalars(self, tags: Sequence[str], values: Tensor) -> None:
+        """Many numbers of one tensor, as many to a record as it has columns."""
+        number, buffer = self._buffer(values)
+        for start in range(0, len(tags), stats.WIDTH):
+            record = buffer.take()
+            if record is None:
+                return
+            part = values[start : start + stats.WIDTH]
+            buffer.row(record)[: len(part)].copy_(part.detach())
+            for column, tag in enumerate(tags[start : start + stats.WIDTH]):
+                self._scalars[tag] = (number, record, column)
 
     @property
     def overflowed(self) -> bool:

@@ -19,8 +19,8 @@ from tbhooks.frame import GRADIENT_NORM, NONFINITE_SINCE, Frame, Site
 Number = TypeVar("Number", np.float64, np.int64)
 Span = tuple[int, int, int]
 """Where one reduced tensor lies: buffer number, first record, one past the last."""
-Scalars = dict[str, Span | float]
-"""Numbers by tag: known already, or in a record."""
+Scalars = dict[str, tuple[int, int, int] | float]
+"""Numbers by tag: known already, or the buffer, record and column where they are."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def _gather(hosts: dict[int, NDArray[Number]], record: list[tuple[int, int]], wi
 
 def _read(scalars: Scalars, rows: dict[int, stats.Floats]) -> dict[str, float]:
     read = {
-        tag: float(rows[value[0]][value[1], stats.MEAN]) if isinstance(value, tuple) else float(value)
+        tag: float(rows[value[0]][value[1], value[2]]) if isinstance(value, tuple) else float(value)
         for tag, value in scalars.items()
     }
     if read.get(NONFINITE_SINCE, 0) < 0:  # never

@@ -49,15 +49,25 @@ class Units:
 
     def log(self, recorder: Recorder) -> None:
         """The share of dead units of each site, and forgets them."""
+        alike: dict[tuple[int, torch.device], list[tuple[str, Tensor]]] = {}
         for name, by_dimension in self._seen.items():
-            shares = [(p.largest == 0).float().mean() for p in by_dimension.values() if p.samples >= FEWEST_SAMPLES]
-            if shares:
-                kind, _, path = name.partition("/")
-                recorder.scalar(f"{kind}.{DEAD_FRACTION}/{path}", torch.stack(shares).amax())
+            kind, _, path = name.partition("/")
+            tag = f"{kind}.{DEAD_FRACTION}/{path}"
+            peaks = [peaks.largest for peaks in by_dimension.values() if peaks.samples >= FEWEST_SAMPLES]
+            if len(peaks) == 1:
+                alike.setdefault((len(peaks[0]), peaks[0].device), []).append((tag, peaks[0]))
+            elif peaks:
+                recorder.scalar(tag, torch.stack([_dead_share(largest) for largest in peaks]).amax())
+        for sites in alike.values():  # layers of one width together: a few operations for all of them
+            recorder.scalars([tag for tag, _ in sites], _dead_share(torch.stack([largest for _, largest in sites])))
         self.forget()
 
     def forget(self) -> None:
         self._seen = {}
+
+
+def _dead_share(largest: Tensor) -> Tensor:
+    return (largest == 0).to(torch.float32).mean(-1)
 
 
 def _unit_dimensions(output: Tensor) -> tuple[int, ...]:
