@@ -3,7 +3,7 @@ VENV := .venv
 PYTHON := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint bench look clean
+.PHONY: demo test lint bench clinic look clean
 
 demo: $(READY)  ## train a small CNN on digits, watched, and say how to look at it
 	$(PYTHON) -m tbhooks demo
@@ -20,6 +20,9 @@ bench: $(READY)  ## overhead and writing cost, with the peers beside them
 	$(PYTHON) benchmarks/overhead.py
 	$(PYTHON) benchmarks/writing.py
 	$(PYTHON) benchmarks/readme.py
+
+clinic: $(READY)  ## trainings with one illness each and healthy ones: what the rules say
+	$(PYTHON) -m tests.clinic
 
 look: $(READY)  ## TensorBoard on the demo's run
 	$(VENV)/bin/tensorboard --logdir runs

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -231,9 +232,10 @@ class Detaching(nn.Module):
         return x.detach()
 
 
-def on_cpu(parallel: nn.DataParallel[nn.Module]) -> nn.Module:
-    parallel.device_ids = []  # it would take the simulated device of other tests for several real ones
-    return parallel
+def data_parallel(model: nn.Module) -> nn.Module:
+    # It would take the simulated device of other tests for a real one.
+    with mock.patch("torch.nn.parallel.data_parallel._get_available_device_type", return_value=None):
+        return nn.DataParallel(model)
 
 
 BUILT: dict[str, zoo.Case] = {
@@ -247,7 +249,7 @@ BUILT: dict[str, zoo.Case] = {
     "own_call": built(lambda model: model.insert(2, CalledTwice(16, 16)) and None),
     "replaced_outputs": built(replaced_outputs),
     "backward_hooks": built(backward_hooked),
-    "data_parallel": built(lambda model: on_cpu(nn.DataParallel(model))),
+    "data_parallel": built(data_parallel),
     "quantised_part": built(quantised_part),
     "qat": built(lambda model: quantization.prepare_qat(with_qconfig(model)), VECTORS),
 }

@@ -1,0 +1,75 @@
+"""What is wrong with a model, judged from its frames alone.
+
+A rule is a plain function from history to findings about the newest frame; `RULES` is the table of
+those that run by default. Nothing here knows torch, and nothing here can slow training down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tbhooks.errors import ArgumentError, check_names
+from tbhooks.rules.backward import (
+    exploding_gradient,
+    missing_gradient,
+    unchanged_weight,
+    update_ratio,
+    vanishing_gradient,
+)
+from tbhooks.rules.diagnosis import Rule, ShippedRule
+from tbhooks.rules.forward import (
+    attention_collapse,
+    bad_init,
+    collapsed_variance,
+    dead_units,
+    exploding_activation,
+    saturated,
+)
+from tbhooks.rules.judge import Judge
+from tbhooks.rules.numbers import loss_spike, low_precision, non_finite
+
+SHIPPED = (
+    non_finite,
+    exploding_gradient,
+    vanishing_gradient,
+    exploding_activation,
+    dead_units,
+    saturated,
+    update_ratio,
+    unchanged_weight,
+    missing_gradient,
+    low_precision,
+    loss_spike,
+    collapsed_variance,
+    attention_collapse,
+    bad_init,
+)
+RULES: dict[str, Rule] = {rule.name: rule for rule in SHIPPED}
+"""What `rules="default"` runs. `sick_rank` will join it when frames tell what the ranks differ in."""
+
+
+def choose(rules: object) -> tuple[Rule, ...]:
+    """The rules a user asked for: "default", none, or a list of functions and names.
+
+    A shipped rule with thresholds of its own takes the place of the one in "default".
+    """
+    if isinstance(rules, str):
+        if rules == "default":
+            return tuple(RULES.values())
+        rules = (rules,)
+    if not isinstance(rules, Iterable):
+        raise ArgumentError(f'rules is "default", (), or a list of rules, not {rules!r}')
+    asked = tuple(rules)
+    check_names("rule", (rule for rule in asked if not callable(rule)), ("default", *RULES))
+    chosen: dict[object, Rule] = {}
+    for rule in asked:
+        for each in RULES.values() if rule == "default" else [rule if callable(rule) else RULES[rule]]:
+            chosen[each.name if isinstance(each, ShippedRule) else each] = each
+    return tuple(chosen.values())
+
+
+__all__ = [
+    "RULES", "SHIPPED", "Judge", "Rule", "attention_collapse", "bad_init", "choose", "collapsed_variance",
+    "dead_units", "exploding_activation", "exploding_gradient", "loss_spike", "low_precision", "missing_gradient",
+    "non_finite", "saturated", "unchanged_weight", "update_ratio", "vanishing_gradient",
+]  # fmt: skip

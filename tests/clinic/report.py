@@ -1,0 +1,95 @@
+"""Runs the cases and prints what was expected and what was found: the confusion table."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from tbhooks.frame import Finding
+from tests.clinic.ward import FRAMES_ALLOWED, Case, treat
+
+SEVERITIES = ("info", "warning", "error")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    case: Case
+    right: bool
+    telling: tuple[Finding, ...]
+    """For a sick case the expected findings, for a healthy one the false alarms."""
+    also: tuple[str, ...]
+    """Further rules that spoke of a sick case."""
+    seconds: float = 0.0
+
+
+def verdict(case: Case, findings: list[Finding], every: int) -> tuple[bool, list[Finding]]:
+    """Whether the rules said what they should; and the findings that decide it."""
+    if not case.rules:
+        alarms = [finding for finding in findings if finding.severity != "info"]
+        return not alarms, alarms
+    found = [next((f for f in findings if _is_expected(case, rule, f, every)), None) for rule in case.rules]
+    return None not in found, [finding for finding in found if finding is not None]
+
+
+def _is_expected(case: Case, rule: str, finding: Finding, every: int) -> bool:
+    place = "" if finding.site is None else finding.site.path
+    return (
+        finding.rule == rule
+        and SEVERITIES.index(finding.severity) >= SEVERITIES.index(case.severity)
+        and case.onset <= finding.step <= case.onset + FRAMES_ALLOWED * every
+        and any(fnmatchcase(place, allowed) for allowed in case.at)
+    )
+
+
+def examine(case: Case, seed: int = 0) -> Outcome:
+    started = time.perf_counter()
+    _, findings, every = treat(case, seed)
+    right, telling = verdict(case, findings, every)
+    loud = dict.fromkeys(finding.rule for finding in findings if finding.severity != "info")
+    also = tuple(rule for rule in loud if case.rules and rule not in case.rules)
+    return Outcome(case, right, tuple(telling), also, time.perf_counter() - started)
+
+
+def rows(outcomes: Iterable[Outcome]) -> Iterator[tuple[str, ...]]:
+    yield "case", "expected", "found", "at", "step", "verdict", "also said"
+    for outcome in outcomes:
+        expected, telling = outcome.case.rules, outcome.telling
+        wrong = "MISSED" if expected else "FALSE ALARM"
+        yield (
+            outcome.case.name,
+            ", ".join(expected) or "nothing",
+            ", ".join(finding.rule for finding in telling) or "nothing",
+            ", ".join(finding.site.path if finding.site else "the loss" for finding in telling),
+            ", ".join(str(finding.step) for finding in telling),
+            "right" if outcome.right else wrong,
+            ", ".join(outcome.also),
+        )
+
+
+def table(outcomes: list[Outcome]) -> str:
+    lines = list(rows(outcomes))
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    shown = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    sick = [outcome for outcome in outcomes if outcome.case.rules]
+    healthy = [outcome for outcome in outcomes if not outcome.case.rules]
+    found, alarms = sum(o.right for o in sick), sum(not o.right for o in healthy)
+    total = f"found {found}/{len(sick)}, false alarms {alarms}/{len(healthy)}"
+    return "\n".join([*shown, "", f"{total}, {sum(o.seconds for o in outcomes):.0f} s"])
+
+
+def run(cases: tuple[Case, ...], seed: int = 0) -> list[Outcome]:
+    outcomes = []
+    for number, case in enumerate(cases, 1):
+        _progress(f"{number} of {len(cases)}: {case.name}")
+        outcomes.append(examine(case, seed))
+    _progress("")
+    return outcomes
+
+
+def _progress(text: str) -> None:
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r\033[K{text}")
+        sys.stderr.flush()
