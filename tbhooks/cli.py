@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import inspect
+import os
+import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import tbhooks
+from tbhooks import overview, page, rules, runs
+from tbhooks.render import printable
+from tbhooks.runs import compare, digest
+
+# Exit codes of `check`, and of anything that cannot do what it was asked.
+FOUND, UNREADABLE = 1, 2
+# A run that is read in a moment needs no progress line.
+_WORTH_A_LINE = 64 << 20
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -18,14 +30,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"tbhooks {tbhooks.__version__}")
     verbs = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    demo = verbs.add_parser("demo", help="train a small CNN on handwritten digits, watched")
+    _add_demo(verbs.add_parser("demo", help="train a small CNN on handwritten digits, watched"))
+    _add_report(verbs.add_parser("report", help="what a run looks like, layer by layer, and what is wrong with it"))
+    _add_check(verbs.add_parser("check", help="one line a finding; exit code 1 if there is one that counts"))
+    listing = verbs.add_parser("rules", help="what is looked for in a run")
+    listing.set_defaults(verb=_rules)
+    options = parser.parse_args(arguments)
+    code: int = options.verb(options)
+    return code
+
+
+def _add_demo(demo: argparse.ArgumentParser) -> None:
     demo.add_argument("--logdir", default="runs/digits", help="where the run goes (default: %(default)s)")
     demo.add_argument("--steps", type=int, default=300, help="training steps (default: %(default)s)")
     demo.add_argument("--every", type=int, default=10, help="log every N-th step (default: %(default)s)")
     demo.set_defaults(verb=_demo)
-    options = parser.parse_args(arguments)
-    code: int = options.verb(options)
-    return code
 
 
 def _demo(options: argparse.Namespace) -> int:
@@ -37,3 +56,138 @@ def _demo(options: argparse.Namespace) -> int:
         print(f"tbhooks demo: {problem}", file=sys.stderr)
         return 1
     return 0
+
+
+# --- report -------------------------------------------------------------------------------------------
+
+
+def _add_report(report: argparse.ArgumentParser) -> None:
+    report.add_argument("run", metavar="RUNDIR", help="the directory of a run")
+    report.add_argument("other", metavar="RUN2", nargs="?", help="a second run: shows where the two part")
+    report.add_argument("--compare", metavar="RUN2", help="the same as a second RUNDIR")
+    report.add_argument("--html", metavar="FILE", help="write one self-contained page with heat maps instead")
+    report.add_argument("--json", action="store_true", help="print one JSON document for machines")
+    report.add_argument("--all", action="store_true", help="every layer of a long table")
+    report.set_defaults(verb=_report)
+
+
+def _report(options: argparse.Namespace) -> int:
+    return _with_runs("report", lambda: _told(options))
+
+
+def _told(options: argparse.Namespace) -> int:
+    other = options.other or options.compare
+    if other is not None and (options.html or (options.other and options.compare)):
+        raise tbhooks.ArgumentError("--html shows one run" if options.html else "two runs are compared, not three")
+    run = _read(options.run)
+    if options.html:
+        _write_page(run, options.html)
+        return 0
+    if other is not None:
+        comparison = compare.compare(run, _read(other))
+        return _say(comparison.to_dict() if options.json else overview.of_comparison(comparison))
+    if options.json:
+        return _say(digest.document(run))
+    return _say(overview.of_run(run, _width(), everything=options.all))
+
+
+def _write_page(run: runs.Run, file: str) -> None:
+    Path(file).write_text(page.page(run), encoding="utf-8", errors="replace")
+    size = Path(file).stat().st_size
+    print(f"{printable(file)}: {size / 1e6:.1f} MB, no script, nothing from the network")
+
+
+def _say(told: dict[str, object] | list[overview.Section]) -> int:
+    _print(digest.as_json(told) if isinstance(told, dict) else _laid_out(told))
+    return 0
+
+
+def _laid_out(sections: list[overview.Section]) -> str:
+    if sys.stdout.isatty():
+        try:
+            return overview.styled(sections, _width(), colour="NO_COLOR" not in os.environ)
+        except ImportError:  # rich is an extra
+            pass
+    return overview.plain(sections, _width())
+
+
+def _width() -> int:
+    return shutil.get_terminal_size((100, 24)).columns
+
+
+def _print(text: str) -> None:
+    """Whatever the terminal's encoding: bars it does not have become question marks."""
+    encoding = sys.stdout.encoding or "utf-8"
+    print(text.rstrip("\n").encode(encoding, errors="replace").decode(encoding))
+
+
+# --- check --------------------------------------------------------------------------------------------
+
+
+def _add_check(check: argparse.ArgumentParser) -> None:
+    check.add_argument("run", metavar="RUNDIR", help="the directory of a run")
+    check.add_argument(
+        "--fail-on", choices=digest.SEVERITIES[::-1], default="error",
+        help="the least severity that makes the exit code 1 (default: %(default)s)",
+    )  # fmt: skip
+    check.set_defaults(verb=_check)
+
+
+def _check(options: argparse.Namespace) -> int:
+    return _with_runs("check", lambda: _judged(options))
+
+
+def _judged(options: argparse.Namespace) -> int:
+    run = _read(options.run)
+    for problem in run.problems:
+        print(f"tbhooks check: {printable(problem)}", file=sys.stderr)
+    if not run.frames and not run.scalars:
+        print(f"tbhooks check: nothing in {printable(options.run)} could be read", file=sys.stderr)
+        return UNREADABLE
+    worst = digest.by_severity(run)
+    for finding in worst:
+        where = "" if finding.site is None else f" {finding.site}"
+        _print(printable(f"{finding.severity}: step {finding.step}: {finding.rule}{where}: {finding.message}"))
+    counts = digest.SEVERITIES[: digest.SEVERITIES.index(options.fail_on) + 1]
+    return FOUND if any(finding.severity in counts for finding in worst) else 0
+
+
+# --- rules --------------------------------------------------------------------------------------------
+
+
+def _rules(_options: argparse.Namespace) -> int:
+    for name, rule in rules.RULES.items():
+        paragraph = (inspect.getdoc(rule) or "").partition("\n\n")[0]
+        _print(f"{name}\n    {' '.join(paragraph.split())}")
+    return 0
+
+
+# --- What they share ----------------------------------------------------------------------------------
+
+
+def _with_runs(verb: str, work: Callable[[], int]) -> int:
+    """What is wrong with an argument is said in a line, and a reader that went away is no error."""
+    try:
+        code = work()
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (OSError, tbhooks.TbhooksError) as problem:
+        print(f"tbhooks {verb}: {printable(str(problem))}", file=sys.stderr)
+        return UNREADABLE
+
+
+def _read(directory: str) -> runs.Run:
+    if not sys.stderr.isatty():
+        return runs.read(directory)
+    run = runs.read(directory, _progress)
+    print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+    return run
+
+
+def _progress(done: int, total: int) -> None:
+    percent, before = (100 * x // max(total, 1) for x in (done, done - (1 << 20)))
+    if total > _WORTH_A_LINE and percent != before:
+        print(f"\rreading: {percent} % of {total / 1e6:.0f} MB", end="", file=sys.stderr, flush=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tbhooks.frame import Frame
 from tbhooks.stats import LOWER, UPPER, Counts, Floats
@@ -43,7 +44,7 @@ def _block(heading: str, names: list[str], columns: Sequence[tuple[str, str, str
     lines = [[heading, *(title for title, _, _ in columns), "distribution"]]
     for name in names:
         cells = [_cell(frame, name, kind, stat) for _, kind, stat in columns]
-        lines.append([name, *cells, sparkline(frame, name, columns[0][1])])
+        lines.append([printable(name), *cells, sparkline(frame, name, columns[0][1])])
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     return "\n".join(
         "  ".join(cell.ljust(width) if i in (0, len(widths) - 1) else cell.rjust(width)
@@ -57,11 +58,7 @@ def _cell(frame: Frame, name: str, kind: str, stat: str) -> str:
         return "-"
     reading = frame[name, kind]
     value = float(getattr(reading, stat))
-    bad = int(reading.nan_count + reading.inf_count)
-    mark = f" ({bad} NaN/Inf)" if bad else ""
-    if stat == "zero_fraction":
-        return f"{value:.0%}{mark}"
-    return f"{value:.3g}{mark}"
+    return number(value, stat, int(reading.nan_count + reading.inf_count))
 
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -94,3 +91,59 @@ def _rebinned(counts: Counts, low: float, high: float, width: int) -> Floats:
             share[min(int((left[bucket] - low) / (high - low) * width), width - 1)] = 1.0
         heights += counts[bucket] * share
     return heights
+
+
+def trend(values: Floats, wrong: NDArray[np.bool_], width: int) -> str:
+    """Numbers over the steps as small bars, `!` where one is not finite; a logarithmic scale where they are spread."""
+    if width < 1 or not len(values):
+        return ""
+    chunks = np.array_split(np.arange(len(values)), min(width, len(values)))
+    known = np.where(np.isfinite(values), values, np.nan)
+    tops = np.array([_furthest(known[chunk]) for chunk in chunks])
+    heights = _scaled(tops)
+    marks = (any(wrong[chunk]) for chunk in chunks)
+    return "".join(
+        "!" if mark else " " if np.isnan(height) else _BLOCKS[1 + round(height * (len(_BLOCKS) - 2))]
+        for mark, height in zip(marks, heights, strict=True)
+    )
+
+
+def _furthest(values: Floats) -> float:
+    """The value furthest from zero."""
+    size = np.where(np.isnan(values), -1.0, np.abs(values))
+    return float(values[size.argmax()])
+
+
+WIDE = 100.0
+
+
+def is_wide(values: Floats) -> bool:
+    """Whether positive numbers span so much that only a logarithm shows them all."""
+    known = values[np.isfinite(values)]
+    positive = known[known > 0]
+    return bool(len(positive)) and bool((known >= 0).all()) and positive.max() / positive.min() > WIDE
+
+
+def _scaled(values: Floats) -> Floats:
+    """Between 0 and 1."""
+    if is_wide(values):
+        with np.errstate(divide="ignore"):
+            values = np.log(values)
+        values = np.where(np.isneginf(values), np.nanmin(values[np.isfinite(values)]), values)
+    known = values[np.isfinite(values)]
+    if not len(known):
+        return np.full(len(values), np.nan)
+    low, high = float(known.min()), float(known.max())
+    with np.errstate(over="ignore", invalid="ignore"):
+        return np.full(len(values), 0.5) + values * 0 if high == low else np.clip((values - low) / (high - low), 0, 1)
+
+
+def printable(text: str) -> str:
+    """A name as it may go to a terminal: what would move its cursor or its colours is spelt out."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def number(value: float, stat: str = "", bad: int = 0) -> str:
+    """Three digits; a share in percent; how many were not finite in words."""
+    mark = f" ({bad} NaN/Inf)" if bad else ""
+    return (f"{value:.0%}" if stat == "zero_fraction" and np.isfinite(value) else f"{value:.3g}") + mark

@@ -45,3 +45,20 @@ def test_the_demo_refuses_a_wrong_every(tmp_path: Path) -> None:
     done = run("demo", "--every", "0", cwd=tmp_path)
     assert done.returncode == 1
     assert "every is a whole number of at least 1" in done.stderr
+
+
+def test_the_demos_run_is_reported_checked_and_made_a_page(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    assert run("demo", "--steps", "30", cwd=tmp_path).returncode == 0
+    shown = run("report", "runs/digits", cwd=tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    for expected in ("3 logged steps, 0 to 20", "train/loss", "conv1", "output.weight", "findings"):
+        assert expected in shown.stdout
+    assert run("check", "runs/digits", cwd=tmp_path).returncode == 0
+    assert run("report", "runs/digits", "--html", "page.html", cwd=tmp_path).returncode == 0
+    assert "conv1" in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+def test_help_names_every_command() -> None:
+    shown = run("--help").stdout
+    assert all(verb in shown for verb in ("demo", "report", "check", "rules"))

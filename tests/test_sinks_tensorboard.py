@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import html
 import json
 import logging
 import math
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -19,6 +21,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tensorboard import plugin_util
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c as stock_crc
 from tensorboard.summary.writer import record_writer
 from tensorboard.util import tensor_util
@@ -28,7 +31,7 @@ import tbhooks
 from tbhooks import JsonlSink, MemorySink, stats
 from tbhooks import pump as pump_module
 from tbhooks.errors import ArgumentError
-from tbhooks.frame import KINDS, Frame, Site
+from tbhooks.frame import KINDS, Finding, Frame, Site
 from tbhooks.sinks.tensorboard import (
     STORED_COLUMNS,
     TensorBoardSink,
@@ -705,3 +708,75 @@ def test_a_full_disk_is_counted_told_once_and_training_goes_on(tiny_disk: Path, 
     assert len(told) == 2
     assert told[0].startswith("TensorBoardSink: OSError: [Errno 28] No space left")
     assert "dropped" in told[1]
+
+
+# --- Findings ---------------------------------------------------------------------------------------
+
+
+def a_finding(step: int, name: str = "x", message: str = "it is sick") -> Finding:
+    return Finding(step, Site(name, "activation"), "dead_units", "warning", message, {"share": 0.5})
+
+
+def shown_texts(directory: Path) -> dict[int, str]:
+    """What the TEXT tab is given, by step, as the HTML it makes of it."""
+    points = frames.accumulator(directory).Tensors("tbhooks/findings/text_summary")
+    return {
+        point.step: "".join(plugin_util.markdown_to_safe_html(s) for s in point.tensor_proto.string_val)
+        for point in points
+    }
+
+
+def test_findings_are_text_once_and_data_while_they_last(tmp_path: Path) -> None:
+    other = a_finding(2, "y", "so is this")
+    steps = [[], [a_finding(1)], [a_finding(2), other], [a_finding(3)], []]
+    write(tmp_path, *(make_frame(step, findings=found) for step, found in enumerate(steps)))
+    read = frames.accumulator(tmp_path)
+    assert "tbhooks/findings/text_summary" in read.PluginTagToContent("text")
+    assert "tbhooks/findings" in read.PluginTagToContent("tbhooks")
+    assert shown_texts(tmp_path) == {
+        1: "<p><strong>warning</strong>, step 1: it is sick</p>",
+        2: "<p><strong>warning</strong>, step 2: so is this</p>",
+    }
+    data = {point.step: point.tensor_proto.string_val for point in read.Tensors("tbhooks/findings")}
+    assert {step: json.loads(content) for step, (content,) in data.items()} == {
+        step: [finding.to_dict() for finding in found] for step, found in enumerate(steps) if found
+    }
+
+
+def test_a_finding_told_twice_in_one_frame_is_one_text(tmp_path: Path) -> None:
+    write(tmp_path, make_frame(0, findings=[a_finding(0), a_finding(0, message="again")]))
+    assert shown_texts(tmp_path)[0].count("<strong>") == 1
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "<script>alert(1)</script>", "**bold** _it_ `code` [a](http://x) ![i](y)", "# title", "- item", "1. one",
+        "a | b\n--|--\n1 | 2", "> quote", "&lt;b&gt; & \\ ~~~", "layers.0_weight_x\n\n# new", "```\nfence\n```",
+    ],
+)  # fmt: skip
+def test_markup_in_a_message_stays_text(tmp_path: Path, message: str) -> None:
+    write(tmp_path, make_frame(0, findings=[a_finding(0, message=message)]))
+    shown = shown_texts(tmp_path)[0]
+    assert set(re.findall(r"</?([a-z0-9]+)", shown)) == {"p", "strong"}
+    assert shown.count("<p>") == 1
+    words = html.unescape(re.sub(r"<[^>]*>", "", shown))
+    assert words.split() == f"warning, step 0: {message}".split()
+
+
+def test_findings_go_through_tensorboardx_alike(tmp_path: Path) -> None:
+    module = pytest.importorskip("tensorboardX")
+    writer = module.SummaryWriter(str(tmp_path))
+    sink = TensorBoardSink(writer)
+    sink.write(make_frame(0, findings=[a_finding(0)]))
+    sink.close()
+    writer.close()
+    assert "it is sick" in shown_texts(tmp_path)[0]
+
+
+def test_findings_whose_evidence_json_does_not_know_are_written_all_the_same(tmp_path: Path) -> None:
+    odd = Finding(0, None, "mine", "info", "m\ud800", {"where": {1, 2}, "n": np.float32(2), "bad": math.nan})
+    write(tmp_path, make_frame(0, findings=[odd]))
+    ((point),) = frames.accumulator(tmp_path).Tensors("tbhooks/findings")
+    (told,) = json.loads(point.tensor_proto.string_val[0])
+    assert told["evidence"] == {"where": "{1, 2}", "n": 2.0, "bad": "nan"}

@@ -29,6 +29,8 @@ def records(path: Path, tell: Tell, progress: Callable[[int, int], None] | None 
         if not stat.S_ISREG(path.stat().st_mode):
             tell(f"{path.name}: not a file")
             return
+        if size == 0:
+            tell(f"{path.name}: empty, nothing was written to it yet")
         with path.open("rb") as file:
             yield from _records(file, size, lambda problem: tell(f"{path.name}: {problem}"), progress)
     except OSError as problem:
@@ -88,22 +90,31 @@ def _checksum() -> Callable[[bytes], int]:
     return masked
 
 
-@lru_cache(maxsize=1)
 def event_of_bytes() -> Any:
-    """TensorBoard's Event with every summary value left as bytes.
+    """TensorBoard's Event with its summary left as bytes."""
+    return _messages()[0]
 
-    A step has thousands of values, and an object for each would take longer than all the rest of reading.
+
+def summary_of_bytes() -> Any:
+    """TensorBoard's Summary with its values left as bytes.
+
+    A step has thousands of them, and an object for each would take longer than all the rest of reading.
     """
+    return _messages()[1]
+
+
+@lru_cache(maxsize=1)
+def _messages() -> tuple[Any, Any]:
     field = descriptor_pb2.FieldDescriptorProto
-    file = descriptor_pb2.FileDescriptorProto(name="tbhooks/event_of_bytes.proto", package="tbhooks", syntax="proto3")
-    summary = file.message_type.add(name="Summary")
-    summary.field.add(name="value", number=1, type=field.TYPE_BYTES, label=field.LABEL_REPEATED)
+    file = descriptor_pb2.FileDescriptorProto(name="tbhooks/records.proto", package="tbhooks", syntax="proto3")
     event = file.message_type.add(name="Event")
     event.field.add(name="wall_time", number=1, type=field.TYPE_DOUBLE, label=field.LABEL_OPTIONAL)
     event.field.add(name="step", number=2, type=field.TYPE_INT64, label=field.LABEL_OPTIONAL)
-    event.field.add(
-        name="summary", number=5, type=field.TYPE_MESSAGE, type_name=".tbhooks.Summary", label=field.LABEL_OPTIONAL
-    )
+    event.field.add(name="summary", number=5, type=field.TYPE_BYTES, label=field.LABEL_OPTIONAL)
+    summary = file.message_type.add(name="Summary")
+    summary.field.add(name="value", number=1, type=field.TYPE_BYTES, label=field.LABEL_REPEATED)
     pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)  # type: ignore[no-untyped-call]
-    return message_factory.GetMessageClass(pool.FindMessageTypeByName("tbhooks.Event"))  # type: ignore[no-untyped-call]
+    pool.Add(file)
+    found = (pool.FindMessageTypeByName(f"tbhooks.{name}") for name in ("Event", "Summary"))
+    event_class, summary_class = map(message_factory.GetMessageClass, found)
+    return event_class, summary_class
