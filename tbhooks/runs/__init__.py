@@ -19,10 +19,19 @@ from tbhooks.errors import ArgumentError, TbhooksError, nearest
 from tbhooks.frame import EVALUATION, Finding, Frame, Site
 from tbhooks.runs.records import event_of_bytes, records
 from tbhooks.runs.scalars import ScalarLog, Series
+from tbhooks.runs.stored import (
+    LONGEST_NAME,
+    Layout,
+    LazyCounts,
+    PackedCounts,
+    StoredFrame,
+    is_described,
+    rows_of,
+    seen_in,
+)
 from tbhooks.sinks import findings as finding_codec
 from tbhooks.sinks import jsonl
 from tbhooks.stats import WIDTH, Floats
-from tbhooks.runs.stored import LONGEST_NAME, Layout, LazyCounts, PackedCounts, StoredFrame, is_described, rows_of, seen_in
 
 __all__ = ["Run", "Series", "find", "read"]
 

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tbhooks.runs.digest import grids, own_scalars
 from tbhooks.runs import Run
+from tbhooks.runs.digest import grids, own_scalars
 from tbhooks.stats import Floats
 
 SHARE = 0.10
