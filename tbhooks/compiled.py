@@ -126,7 +126,7 @@ def runs_as_python(function: Function) -> Function:
 def stays_uncompiled(function: Callable[..., Any]) -> None:
     """Torch's own modules are compiled as part of others, or not at all; with hooks on they would be on their own."""
     code = getattr(function, "__code__", None)
-    if code is not None and function.__module__.startswith(("torch.nn.", "torch.ao.")):
+    if code is not None and (function.__module__ or "").startswith(("torch.nn.", "torch.ao.")):
         with contextlib.suppress(ImportError, AttributeError):
             from torch._C._dynamo import eval_frame  # noqa: PLC0415  private
 

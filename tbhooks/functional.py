@@ -228,12 +228,14 @@ class Functional:
     def enter_module(self, path: str, module: nn.Module) -> None:
         """To be called from a forward pre-hook of every module."""
         if self.listens and not _is_traced():
-            self._mode().enter(path, module)
+            with self._report.guarded(f"entering {path}"):
+                self._mode().enter(path, module)
 
     def leave_module(self, path: str) -> None:
         """To be called from an `always_call` forward hook; ends what was entered inside as well."""
         if not _is_traced():
-            self._mode().leave(path)
+            with self._report.guarded(f"leaving {path}"):
+                self._mode().leave(path)
 
     def abandon(self) -> None:
         """Forgets everything, and takes the mode off; other threads do so at their next module."""

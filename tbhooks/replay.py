@@ -44,6 +44,8 @@ class _Pass:
     autocast: list[tuple[str, torch.dtype]]
     gradients: dict[str, Tensor] = field(default_factory=dict)
     """Of its outputs, by index, as backward brought them."""
+    finite: list[Tensor] = field(default_factory=list)
+    """Whether each of its outputs was finite; looked at only if it comes to a replay."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,7 @@ class Replay:
             return
         with self._report.guarded("keeping a backward to replay"):
             for index, tensor in outputs.tensors(output):
+                self._passes[-1].finite.append(tensor.detach().isfinite().all())
                 if tensor.requires_grad and not tensor.is_leaf:
                     hook_tensor(tensor, partial(_keep_gradient, self._passes[-1].gradients, index))
 
@@ -143,8 +146,12 @@ class Replay:
             self._running = False
         if not frames:
             return Culprit(None, f"nothing was seen when run again: {UNKNOWN}")
-        given = [gradient for kept in self._passes for gradient in kept.gradients.values()]
-        return _first(frames[-1], from_the_loss=any(not bool(gradient.isfinite().all()) for gradient in given))
+        given = [gradient.isfinite().all() for kept in self._passes for gradient in kept.gradients.values()]
+        culprit = _first(frames[-1], from_the_loss=not all(given))
+        was_finite = all(finite for kept in self._passes for finite in kept.finite)
+        if not was_finite and (culprit.site is None or culprit.site.kind != "activation"):
+            return Culprit(None, f"an output was not finite, and is when run again: {UNKNOWN}")
+        return culprit
 
 
 def _keep_gradient(kept: dict[str, Tensor], index: str, gradient: Tensor | None) -> None:

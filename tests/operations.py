@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,6 +26,16 @@ SDPA = "scaled_dot_product_attention"
 
 def depth() -> int:
     return len(_get_current_function_mode_stack())
+
+
+@pytest.fixture(autouse=True)
+def _no_mode_left_behind() -> Iterator[None]:
+    assert depth() == 0
+    yield
+    left = depth()
+    while depth():
+        torch._C._pop_torch_function_stack()
+    assert left == 0
 
 
 class Tutorial(nn.Module):

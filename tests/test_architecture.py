@@ -43,7 +43,7 @@ CAPTURE = {
     "tripwire",
     "units",
 }
-WITHOUT_TORCH = {"stats", "frame", "errors", "history", "rules"}
+WITHOUT_TORCH = {"stats", "frame", "errors", "plain", "history", "rules"}
 HOOKS = {"register_forward_hook", "register_forward_pre_hook", "register_hook"}
 WAITS_FOR_THE_DEVICE = {"item", "cpu", "tolist", "numpy"}
 MAY_PRINT = {"cli", "demo"}

@@ -27,6 +27,7 @@ from tbhooks.frame import ROOT
 from tbhooks.functional import MOST_CALLS, OPERATIONS, Functional
 from tbhooks.report import Report
 from tests import simulated, zoo
+from tests.operations import _no_mode_left_behind, depth  # noqa: F401  the fixture is for every test here
 from tests.reference import to_numpy
 
 Array = NDArray[np.float64]
@@ -59,20 +60,6 @@ class Seen:
     def __getitem__(self, name: str) -> Tensor:
         (found,) = [tensor for shown, tensor in self.shown if shown == name]
         return found
-
-
-def depth() -> int:
-    return len(_get_current_function_mode_stack())
-
-
-@pytest.fixture(autouse=True)
-def _no_mode_left_behind() -> Iterator[None]:
-    assert depth() == 0
-    yield
-    left = depth()
-    while depth():
-        torch._C._pop_torch_function_stack()
-    assert left == 0
 
 
 class Does(nn.Module):

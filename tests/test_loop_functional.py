@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from tests.operations import (
     Attention,
     Fused,
     Tutorial,
+    _no_mode_left_behind,  # noqa: F401  every test here
     depth,
     entropies,
     kept_operations,
@@ -39,16 +40,6 @@ Array = NDArray[np.float64]
 WITH_OPERATIONS = (*KINDS, "functional")
 SDPA = "scaled_dot_product_attention"
 aten = torch.ops.aten
-
-
-@pytest.fixture(autouse=True)
-def _no_mode_left_behind() -> Iterator[None]:
-    assert depth() == 0
-    yield
-    left = depth()
-    while depth():
-        torch._C._pop_torch_function_stack()
-    assert left == 0
 
 
 def watched(case: zoo.Case, steps: int = 3, **options: Any) -> tuple[zoo.Trace, tbhooks.Watch]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from tbhooks import stats
 from tbhooks.frame import EVALUATION, Finding, Frame, Site
+from tbhooks.plain import plain
 from tbhooks.runs import Run
 from tbhooks.runs.scalars import Series, is_of_site
 from tbhooks.stats import INFS, NANS, Counts, Floats
@@ -164,7 +165,7 @@ def document(run: Run) -> dict[str, Any]:
     NaN and infinities are the strings "nan", "inf" and "-inf"; a statistic without a value is "nan".
     """
     steps = [frame.step for frame in run.training]
-    told: dict[str, Any] = _plain({
+    told: dict[str, Any] = plain({
         "version": DOCUMENT_VERSION,
         "run": str(run.directory),
         "steps": {"first": steps[0], "last": steps[-1], "logged": len(steps)} if steps else None,
@@ -179,7 +180,7 @@ def document(run: Run) -> dict[str, Any]:
 
 def as_json(value: Mapping[str, Any]) -> str:
     """One document; other programs' parsers know no NaN."""
-    return json.dumps(_plain(value), allow_nan=False, indent=1)
+    return json.dumps(plain(value), allow_nan=False, indent=1)
 
 
 def _scalar(series: Series) -> dict[str, float | int]:
@@ -210,18 +211,3 @@ def _sites(run: Run) -> list[dict[str, Any]]:
             "path": site.path, "kind": site.kind, "index": site.index, "last_step": frame.step, "stats": numbers,
         })  # fmt: skip
     return told
-
-
-def _plain(value: Any) -> Any:
-    for kind, plainly in _PLAINLY.items():
-        if isinstance(value, kind):
-            return plainly(value)
-    return value if isinstance(value, str | int | None) else str(value)
-
-
-_PLAINLY: dict[Any, Callable[[Any], Any]] = {
-    Mapping: lambda value: {str(key): _plain(item) for key, item in value.items()},
-    (list, tuple): lambda value: [_plain(item) for item in value],
-    np.generic: lambda value: _plain(value.item()),
-    float: lambda value: value if math.isfinite(value) else str(value),
-}

@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import html
 import json
-import math
 import re
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from tensorboard.compat.proto import summary_pb2, tensor_pb2, tensor_shape_pb2, types_pb2
 
 from tbhooks.frame import Finding, Site
+from tbhooks.plain import number, plain
 
 DATA_TAG = "tbhooks/findings"
 TEXT_TAG = "tbhooks/findings/text_summary"
 _MARKDOWN = re.compile(r"([\\`*_{}\[\]()#+\-.!|])")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]+")
-_WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 class FindingWriter:
@@ -55,7 +53,7 @@ def _plain_text(text: str) -> str:
 
 def encode(findings: Sequence[Finding]) -> bytes:
     """Findings as JSON; NaN and infinities are words, as in the JSONL sink."""
-    return json.dumps([_plain(finding.to_dict()) for finding in findings], allow_nan=False).encode()
+    return json.dumps([plain(finding.to_dict()) for finding in findings], allow_nan=False).encode()
 
 
 def decode(content: bytes) -> tuple[Finding, ...]:
@@ -67,7 +65,7 @@ def decode(content: bytes) -> tuple[Finding, ...]:
 
 
 def _finding(data: Any) -> Finding:
-    evidence = {key: _WORDS.get(x, x) if isinstance(x, str) else x for key, x in data["evidence"].items()}
+    evidence = {key: number(x) for key, x in data["evidence"].items()}
     finding = Finding.from_dict({**data, "evidence": evidence})
     site = finding.site
     texts = (finding.rule, finding.message, *((site.path, site.kind, site.index) if site else ()))
@@ -76,18 +74,6 @@ def _finding(data: Any) -> Finding:
     if finding.severity not in ("info", "warning", "error"):
         raise TypeError(f"severity {finding.severity!r}")
     return finding
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, np.generic):
-        value = value.item()
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value if isinstance(value, str | int | float | None) else str(value)
 
 
 def _strings(contents: list[bytes]) -> tensor_pb2.TensorProto:

@@ -6,16 +6,14 @@ NaN and infinities are written as the strings "nan", "inf" and "-inf": JSON itse
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from tbhooks.errors import TbhooksError
 from tbhooks.frame import Frame
+from tbhooks.plain import number, plain
 
 
 class JsonlSink:
@@ -28,7 +26,7 @@ class JsonlSink:
         self._file = self.path.open("a", encoding="utf-8")
 
     def write(self, frame: Frame) -> None:
-        line = json.dumps(_plain(frame.to_dict()), allow_nan=False, separators=(",", ":"))
+        line = json.dumps(plain(frame.to_dict()), allow_nan=False, separators=(",", ":"))
         self._file.write(line + "\n")
         self._file.flush()
 
@@ -69,26 +67,13 @@ def _drop_cut_line(path: Path) -> None:
 
 
 _CHUNK = 1 << 16
-_WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, np.generic):
-        value = value.item()
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
 
 
 def _numbers(data: Any) -> Any:
     """Only where numbers stand: a module may well be called "inf"."""
-    data["values"] = [[_WORDS.get(x, x) for x in row] for row in data["values"]]
-    data["scalars"] = {tag: _WORDS.get(x, x) for tag, x in data["scalars"].items()}
+    data["values"] = [[number(x) for x in row] for row in data["values"]]
+    data["scalars"] = {tag: number(x) for tag, x in data["scalars"].items()}
     for finding in data["findings"]:
         evidence = finding["evidence"].items()
-        finding["evidence"] = {key: _WORDS.get(x, x) if isinstance(x, str) else x for key, x in evidence}
+        finding["evidence"] = {key: number(x) for key, x in evidence}
     return data
