@@ -1,4 +1,13 @@
-"""See what is happening inside a PyTorch model: `tbhooks.watch(model, writer, every=100)`."""
+"""See what is happening inside a PyTorch model: `tbhooks.watch(model, writer, every=100)`.
+
+Importing this package does not import torch, so that TensorBoard's tab and the command start at once;
+torch comes with the first use of `watch`.
+"""
+
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from tbhooks.errors import ArgumentError, ClosedError, FindingError, TbhooksError, UnknownSiteError
 from tbhooks.frame import Finding, Frame, Reading, Site
@@ -8,7 +17,9 @@ from tbhooks.rules import Rule
 from tbhooks.sinks import Sink
 from tbhooks.sinks.jsonl import JsonlSink
 from tbhooks.sinks.memory import MemorySink
-from tbhooks.watch import Watch, unwatch, watch
+
+if TYPE_CHECKING:
+    from tbhooks.watch import Watch, unwatch, watch
 
 __version__ = "0.1.0"
 
@@ -33,3 +44,28 @@ __all__ = [
     "unwatch",
     "watch",
 ]
+
+_NEED_TORCH = ("Watch", "unwatch", "watch")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _NEED_TORCH:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module("tbhooks.watch"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+class _Package(ModuleType):
+    """Keeps `tbhooks.watch` the function: importing the module of that name would take its place."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (name == "watch" and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tbhooks import buckets, kernel, rows, stats
 from tbhooks.frame import Site
+from tbhooks.kernel import NOWHERE, Address
 from tbhooks.pending import Copy, Pending, Scalars, Span
 
 # Torch reductions make temporaries of the tensor's size: larger tensors are read in parts this long.
@@ -49,15 +50,17 @@ class Buffer:
         count_bytes = -(-buckets.SLOTS * 4 // unit) * unit if with_buckets else 0
         self.row_bytes, self.record_bytes = row_bytes, row_bytes + count_bytes
         self._chunks: list[Tensor] = []
+        self._address = NOWHERE
         self._rows: list[Tensor] = []
         self._counts: list[Tensor] = []
+        self.records = 0
         self.used = 0
         self.overflowed = False
         self._grow(max(capacity, 64))
 
     def take(self) -> int | None:
         """The number of a fresh record, or None when a step has made more calls than may be held."""
-        if self.used == len(self._rows):
+        if self.used == self.records:
             room = MOST_BYTES // self.record_bytes - self.used
             if room <= 0:
                 self.overflowed = True
@@ -67,10 +70,19 @@ class Buffer:
         return self.used - 1
 
     def row(self, record: int) -> Tensor:
+        if record >= len(self._rows):
+            self._make_views()
         return self._rows[record]
 
     def counts(self, record: int) -> Tensor:
+        if record >= len(self._counts):
+            self._make_views()
         return self._counts[record]
+
+    def addresses(self, record: int) -> tuple[Address, Address]:
+        """Where the row and the counts lie of the record that was taken last, on a CPU."""
+        row = self._address + record * self.record_bytes
+        return row, row + self.row_bytes if self.with_buckets else NOWHERE
 
     def pack(self) -> Tensor:
         """All used records as one tensor on the device."""
@@ -82,22 +94,30 @@ class Buffer:
 
     def reset(self) -> None:
         """Makes all records fresh, in one chunk that fits what the last step needed."""
-        needed = len(self._rows)
+        needed = self.records
         if len(self._chunks) > 1:
-            self._chunks, self._rows, self._counts = [], [], []
+            self._chunks, self._rows, self._counts, self.records = [], [], [], 0
             self._grow(needed)
         elif self.with_buckets:
             self._chunks[0][: self.used].zero_()
         self.used, self.overflowed = 0, False
 
     def _grow(self, records: int) -> None:
-        with torch.inference_mode(False):  # a tensor made inside it could not be written outside
+        with torch.inference_mode(False):
             chunk = self._like.new_zeros((records, self.record_bytes), dtype=torch.uint8)
-            self._chunks.append(chunk)
-            self._rows += chunk[:, : self.row_bytes].view(self.row_type).unbind()
-            if self.with_buckets:
-                counts = chunk[:, self.row_bytes :].view(torch.int32)[:, : buckets.SLOTS]
-                self._counts += counts.unbind()
+        self._chunks.append(chunk)
+        # Of record 0, were all of them in this chunk: those handed out from now on are.
+        self._address = chunk.data_ptr() - self.records * self.record_bytes
+        self.records += records
+
+    def _make_views(self) -> None:
+        """Only torch operations need them, and many thousands take a while to make."""
+        self._rows, self._counts = [], []
+        with torch.inference_mode(False):  # a tensor made inside it could not be written outside
+            for chunk in self._chunks:
+                self._rows += chunk[:, : self.row_bytes].view(self.row_type).unbind()
+                if self.with_buckets:
+                    self._counts += chunk[:, self.row_bytes :].view(torch.int32)[:, : buckets.SLOTS].unbind()
 
 
 def _copy_out(buffer: Buffer) -> Copy:
@@ -111,23 +131,28 @@ def _copy_out(buffer: Buffer) -> Copy:
     return Copy(host, buffer.row_type, event)
 
 
-Reduce = Callable[[Tensor, Tensor, Tensor | None], None]
-"""A real, flat tensor into its record: the row, and the bucket counts if there are any."""
+Reduce = Callable[[Tensor, Buffer, int], None]
+"""A real, flat tensor into a record that was just taken: the row, and the bucket counts if there are any."""
 
 
-def reduce_by_torch(numbers: Tensor, row: Tensor, counts: Tensor | None) -> None:
+def reduce_by_kernel(numbers: Tensor, buffer: Buffer, record: int) -> None:
+    """For CPU tensors it can read."""
+    kernel.reduce(numbers, *buffer.addresses(record))
+
+
+def reduce_by_torch(numbers: Tensor, buffer: Buffer, record: int) -> None:
     """For devices, and where there is no C kernel."""
-    rows.write_row(numbers, row)
-    if counts is not None:
-        buckets.add_counts(numbers, counts)
+    rows.write_row(numbers, buffer.row(record))
+    if buffer.with_buckets:
+        buckets.add_counts(numbers, buffer.counts(record))
 
 
 def _reduce_divided(scale: Tensor) -> Reduce:
     """By a tensor on the device, so without a sync; in half precision the quotient could be zero."""
 
-    def reduce(numbers: Tensor, row: Tensor, counts: Tensor | None) -> None:
+    def reduce(numbers: Tensor, buffer: Buffer, record: int) -> None:
         divided = (numbers.float() if numbers.dtype.itemsize < 4 else numbers) / scale.to(numbers.device)
-        (kernel.reduce if kernel.can_read(divided) else reduce_by_torch)(divided, row, counts)
+        (reduce_by_kernel if kernel.can_read(divided) else reduce_by_torch)(divided, buffer, record)
 
     return reduce
 
@@ -137,6 +162,15 @@ def _difference(after: Tensor, before: Tensor) -> Tensor:
     if after.dtype.itemsize < 4:
         return after.float() - before.float()
     return torch.sub(after, before, out=before)
+
+
+Wanted = tuple[int, Tensor, Address, Address]
+"""For a site: a tensor the kernel can read, where a copy of it goes, and what is subtracted from it; or NOWHERE."""
+
+
+def can_be_one_of_many(tensor: Tensor) -> bool:
+    """Whether `Recorder.record_all` takes it."""
+    return kernel.can_read(tensor) and tensor.numel() <= MOST_COUNT
 
 
 class Recorder:
@@ -189,24 +223,43 @@ class Recorder:
     def record(self, site: int, tensor: Tensor, scale: Tensor | None = None) -> Span | None:
         """Reduces a tensor for a site, divided by `scale` if there is one; None if it holds no real numbers."""
         with self._lock:
-            span = self._reduce(tensor, scale)
+            if scale is None and can_be_one_of_many(tensor):  # nearly always on a CPU: the shortest way
+                span: Span | None = self._record_one(tensor)
+            elif tensor.layout is torch.sparse_coo:
+                span = self._record_sparse(tensor, scale)
+            else:
+                span = self._record_dense(tensor, scale)
             if span is not None:
                 self.calls.append((site, span))
         return span
 
-    def _reduce(self, tensor: Tensor, scale: Tensor | None) -> Span | None:
-        if tensor.layout is torch.sparse_coo:
-            return self._record_sparse(tensor, scale)
-        return self._record_dense(tensor, scale)
+    def _record_one(self, tensor: Tensor) -> Span:
+        number, buffer = self._buffer(tensor)
+        record = buffer.take()
+        if record is None:
+            return number, buffer.used, buffer.used
+        kernel.reduce(tensor, *buffer.addresses(record))
+        return number, record, record + 1
+
+    def record_all(self, wanted: Sequence[Wanted]) -> None:
+        """Reduces many tensors that the kernel can read, in one call of it."""
+        if not wanted:
+            return
+        jobs: list[kernel.Job] = []
+        with self._lock:
+            number, buffer = self._buffer(wanted[0][1])
+            for site, tensor, copy, minus in wanted:
+                record = buffer.take()
+                if record is None:
+                    break
+                jobs.append(kernel.job(tensor, *buffer.addresses(record), minus, copy))
+                self.calls.append((site, (number, record, record + 1)))
+            kernel.reduce_all(jobs)
 
     def record_difference(self, site: int, after: Tensor, before: Tensor) -> None:
         """Reduces `after - before` for a site; `before` may be overwritten."""
-        with self._lock:
-            if kernel.can_read(after) and kernel.can_read(before) and after.numel() <= MOST_COUNT:
-                span = self._record_difference(after, before)
-            else:
-                with torch.no_grad():
-                    span = self._record_dense(_difference(after, before), None)
+        with self._lock, torch.no_grad():
+            span = self._record_dense(_difference(after, before), None)
             if span is not None:
                 self.calls.append((site, span))
 
@@ -274,16 +327,15 @@ class Recorder:
         return number, self._buffers[number]
 
     def _record_dense(self, tensor: Tensor, scale: Tensor | None) -> Span | None:
-        if scale is None and kernel.can_read(tensor):
-            return self._record_parts(tensor, MOST_COUNT, kernel.reduce)
         with torch.no_grad():
             numbers = rows.readable(tensor)
             if numbers is None:
                 return None
             if scale is not None:
                 return self._record_parts(numbers, PART, _reduce_divided(scale))
-            by_kernel = kernel.can_read(numbers)
-            return self._record_parts(numbers, *((MOST_COUNT, kernel.reduce) if by_kernel else (PART, reduce_by_torch)))
+            if kernel.can_read(numbers):
+                return self._record_parts(numbers, MOST_COUNT, reduce_by_kernel)
+            return self._record_parts(numbers, PART, reduce_by_torch)
 
     def _record_parts(self, numbers: Tensor, longest: int, reduce: Reduce) -> Span:
         number, buffer = self._buffer(numbers)
@@ -292,17 +344,8 @@ class Recorder:
             record = buffer.take()
             if record is None:
                 break
-            reduce(part, buffer.row(record), buffer.counts(record) if self.with_buckets else None)
+            reduce(part, buffer, record)
         return number, start, buffer.used
-
-    def _record_difference(self, after: Tensor, before: Tensor) -> Span | None:
-        number, buffer = self._buffer(after)
-        record = buffer.take()
-        if record is None:
-            return None
-        counts = buffer.counts(record) if self.with_buckets else None
-        kernel.reduce_difference(after, before, buffer.row(record), counts)
-        return number, record, record + 1
 
     def _record_sparse(self, tensor: Tensor, scale: Tensor | None) -> Span | None:
         with torch.no_grad():

@@ -1,5 +1,5 @@
 /* One read of an array of floating point numbers gives the nine columns of its row (stats.py) and, if
- * asked, its half-octave bucket counts (buckets.py). C11 with a plain C ABI, one thread, no state.
+ * asked, its half-octave bucket counts (buckets.py) and a copy. C11 with a plain C ABI.
  *
  *     cc -O3 -fopenmp-simd -fPIC -shared kernel.c -o _kernel.so
  *
@@ -7,12 +7,14 @@
  * lanes. Without it the results are as good, but slow.
  *
  * The array is read in blocks that stay in the L1 cache while several loops go over them. What is not an
- * aligned array of float or double (halves, differences) is first written to a small buffer.
+ * aligned array of float or double (halves, differences) is first written to a small buffer. Blocks make
+ * up slices, the unit that threads share; they change nothing of the result, to the bit.
  */
 #include <float.h>
 #include <math.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -26,9 +28,12 @@ enum { HALF_OCTAVES = 192, MIDDLE = HALF_OCTAVES, REJECTED = 2 * HALF_OCTAVES + 
  * the middle bucket; the last two are infinity and NaN. */
 enum { KEYS = 1024, SIGN = 512, LOWEST = 2 * (127 - 64), NOT_FINITE = 2 * 255 };
 
-/* FEW: up to there one table is enough. STRIDE: were tables 4096 bytes apart, a load would have to wait
+/* FEW: up to there no table pays. STRIDE: were tables 4096 bytes apart, a load would have to wait
  * for the store to the same key of another table, because the CPU compares low address bits first. */
 enum { BLOCK = 2048, FEW = 512, TABLES = 8, STRIDE = KEYS + 16 };
+
+/* WORTH_THREADS: fewer elements than that are read before other threads have woken up. */
+enum { SLICE = 32 * BLOCK, WORTH_THREADS = 2 * SLICE };
 
 #define INLINE static inline __attribute__((always_inline))
 
@@ -186,25 +191,45 @@ INLINE void find_keys_double(const double *x, int n, uint16_t *keys) {
     }
 }
 
-/* Many are counted in turns in several tables, because an increment has to wait for the previous one of
- * the same counter, and half of an activation can be the same zero. */
-INLINE void count(const uint16_t *keys, int n, int32_t tables[TABLES][STRIDE], int many) {
+/* Counts of one array, until they are added to its buckets. */
+typedef struct {
+    int32_t tables[TABLES][STRIDE];
+    int32_t *counts;
+} Tally;
+
+/* In turns in several tables, because an increment has to wait for the previous one of the same counter,
+ * and half of an activation can be the same zero. */
+INLINE void count(const uint16_t *keys, int n, Tally *tally) {
     int i = 0;
-    for (; many && i + TABLES <= n; i += TABLES)
-        for (int t = 0; t < TABLES; t++) tables[t][keys[i + t]]++;
-    for (; i < n; i++) tables[0][keys[i]]++;
+    for (; i + TABLES <= n; i += TABLES)
+        for (int t = 0; t < TABLES; t++) tally->tables[t][keys[i + t]]++;
+    for (; i < n; i++) tally->tables[0][keys[i]]++;
 }
 
-INLINE void add_buckets(const int32_t *table, int32_t *counts) {
-    for (int side = 1; side >= -1; side -= 2, table += SIGN) {
-        int32_t inner = 0, outer = 0;
-        for (int key = 0; key < LOWEST; key++) inner += table[key];
-        for (int i = 1; i <= HALF_OCTAVES; i++) counts[MIDDLE + side * i] += table[LOWEST - 1 + i];
-        for (int key = LOWEST + HALF_OCTAVES; key < NOT_FINITE; key++) outer += table[key];
-        counts[MIDDLE] += inner;
-        counts[MIDDLE + side * HALF_OCTAVES] += outer;
-        counts[REJECTED] += table[NOT_FINITE] + table[NOT_FINITE + 1];
-    }
+INLINE int bucket_of(int key) {
+    const int magnitude = key % SIGN, above = magnitude - LOWEST + 1;
+    const int steps = above < 0 ? 0 : above > HALF_OCTAVES ? HALF_OCTAVES : above;
+    return magnitude >= NOT_FINITE ? REJECTED : key < SIGN ? MIDDLE + steps : MIDDLE - steps;
+}
+
+INLINE void count_few(const uint16_t *keys, int n, int32_t *counts) {
+    for (int i = 0; i < n; i++) counts[bucket_of(keys[i])]++;
+}
+
+/* Other threads may be adding other slices of the same array. */
+static void empty(Tally *tally) {
+    for (int t = 1; t < TABLES; t++)
+        for (int key = 0; key < KEYS; key++) tally->tables[0][key] += tally->tables[t][key];
+    for (int key = 0; key < KEYS; key++)
+        if (tally->tables[0][key])
+            __atomic_fetch_add(&tally->counts[bucket_of(key)], tally->tables[0][key], __ATOMIC_RELAXED);
+    memset(tally->tables, 0, sizeof tally->tables);
+}
+
+static void tally_for(Tally *tally, int32_t *counts) {
+    if (tally->counts == counts) return;
+    if (tally->counts) empty(tally);
+    tally->counts = counts;
 }
 
 #define READ(name, type, result)                                                                                 \
@@ -217,6 +242,8 @@ INLINE void add_buckets(const int32_t *table, int32_t *counts) {
 READ(read_f32, float, float)
 READ(read_f64, double, double)
 READ(read_u16, uint16_t, uint32_t)
+READ(read_u32, uint32_t, uint32_t)
+READ(read_u64, uint64_t, uint64_t)
 
 INLINE float float_of(uint32_t bits) { return read_f32((const char *)&bits, 0); }
 
@@ -243,26 +270,39 @@ INLINE float read_f16(const char *data, int64_t i) {
 
 typedef Scan ScanFloat(const float *, int, double);
 
-INLINE int reduce(const char *data, const char *minus, int64_t size, int dtype, double *row, int32_t *counts,
-                  ScanFloat *scan_block) {
-    float narrow[BLOCK];
-    double wide[BLOCK];
-    uint16_t keys[BLOCK];
-    int32_t tables[TABLES][STRIDE];
-    const int many = size > FEW, used = many ? TABLES : 1;
-    int shifted = 0; /* since a block needed a pivot, because the next ones will too */
+/* What is to be done with one array; every field is 8 bytes long, so that an array of integers can hold many. */
+typedef struct {
+    const char *data;
+    const char *minus; /* subtracted elementwise, in double for float64 and in float for the others; or NULL */
+    char *copy;        /* the data are written there too; or NULL */
+    int64_t size;
+    int64_t dtype;
+    double *row;
+    int32_t *counts; /* 386, added to: the last is for what is not finite; or NULL */
+} Job;
 
-    if (size < 0 || dtype < F32 || dtype > F16 || (size > 0 && !data)) return -1;
+static const int64_t WIDTHS[] = {[F32] = 4, [F64] = 8, [BF16] = 2, [F16] = 2};
+
+INLINE void start_row(double *row) {
     memset(row, 0, WIDTH * sizeof *row);
     row[MIN] = INFINITY;
     row[MAX] = -INFINITY;
-    if (counts) memset(tables, 0, (size_t)used * sizeof *tables);
+}
 
-    for (int64_t start = 0; start < size; start += BLOCK) {
-        const int n = size - start < BLOCK ? (int)(size - start) : BLOCK;
+INLINE void reduce(const Job *job, int64_t start, double *row, Tally *tally, ScanFloat *scan_block) {
+    float narrow[BLOCK];
+    double wide[BLOCK];
+    uint16_t keys[BLOCK];
+    const char *data = job->data, *minus = job->minus;
+    const int64_t stop = job->size - start < SLICE ? job->size : start + SLICE;
+    int shifted = 0; /* since a block needed a pivot, because the next ones will too */
+
+    start_row(row);
+    for (; start < stop; start += BLOCK) {
+        const int n = stop - start < BLOCK ? (int)(stop - start) : BLOCK;
         double pivot = 0;
         Scan scan = {0};
-        if (dtype == F64) {
+        if (job->dtype == F64) {
             const double *x = wide;
             if (!minus && (uintptr_t)data % _Alignof(double) == 0) {
                 x = (const double *)data + start;
@@ -271,13 +311,13 @@ INLINE int reduce(const char *data, const char *minus, int64_t size, int dtype, 
             }
             if (!shifted) scan = scan_double(x, n, 0), shifted = cancels(scan, n);
             if (shifted) scan = scan_double(x, n, pivot = x[0]);
-            if (counts) find_keys_double(x, n, keys);
+            if (job->counts) find_keys_double(x, n, keys);
             if (!isfinite(scan.squares) && x != wide) memcpy(wide, x, (size_t)n * sizeof *x);
         } else {
             const float *x = narrow;
-            if (dtype == BF16) {
+            if (job->dtype == BF16) {
                 FILL(narrow, read_bf16);
-            } else if (dtype == F16) {
+            } else if (job->dtype == F16) {
                 FILL(narrow, read_f16);
             } else if (!minus && (uintptr_t)data % _Alignof(float) == 0) {
                 x = (const float *)data + start;
@@ -286,29 +326,33 @@ INLINE int reduce(const char *data, const char *minus, int64_t size, int dtype, 
             }
             if (!shifted) scan = scan_block(x, n, 0), shifted = cancels(scan, n);
             if (shifted) scan = scan_block(x, n, pivot = (double)x[0]);
-            if (counts) find_keys_float(x, n, keys);
+            if (job->counts) find_keys_float(x, n, keys);
             for (int i = 0; i < n && !isfinite(scan.squares); i++) wide[i] = (double)x[i];
+        }
+        if (job->copy) {
+            const int64_t width = WIDTHS[job->dtype];
+            memcpy(job->copy + start * width, data + start * width, (size_t)(n * width));
         }
         if (isfinite(scan.squares)) {
             merge(row, n, pivot, scan, 1);
         } else {
             merge_careful(wide, n, row);
         }
-        if (counts) count(keys, n, tables, many);
+        if (job->counts && job->size <= FEW) {
+            count_few(keys, n, job->counts);
+        } else if (job->counts) {
+            count(keys, n, tally);
+        }
     }
-    for (int t = 1; counts && t < used; t++)
-        for (int key = 0; key < KEYS; key++) tables[0][key] += tables[t][key];
-    if (counts) add_buckets(tables[0], counts);
-    return 0;
 }
 
 /* The same source compiled for each generation of x86. Chosen at each call: that costs a nanosecond and
  * needs no ifunc, which not every linker has. */
-typedef int Reduce(const char *, const char *, int64_t, int, double *, int32_t *);
+typedef void Reduce(const Job *, int64_t, double *, Tally *);
 
 #define VERSION(name, scan_block)                                                                                \
-    static int name(const char *data, const char *minus, int64_t n, int dtype, double *row, int32_t *counts) {   \
-        return reduce(data, minus, n, dtype, row, counts, scan_block);                                           \
+    static void name(const Job *job, int64_t start, double *row, Tally *tally) {                                 \
+        reduce(job, start, row, tally, scan_block);                                                              \
     }
 
 VERSION(reduce_baseline, scan_baseline)
@@ -327,18 +371,137 @@ static Reduce *version(void) {
     return reduce_baseline;
 }
 
-/* dtype: 0 float32, 1 float64, 2 bfloat16, 3 float16. Writes the 9 numbers of `row`; adds to the 386 of
- * `counts`, the last for what is not finite, unless it is NULL. The data need no alignment. Returns 0, or
- * -1 if it did nothing because of its arguments. */
-int tbhooks_reduce(const void *data, int64_t n, int dtype, double *row, int32_t *counts) {
-    return version()(data, NULL, n, dtype, row, counts);
+/* Adds the row of the next slice. */
+static void merge_rows(double *row, const double *slice) {
+    const double n = slice[COUNT] - slice[NANS] - slice[INFS];
+    const Scan scan = {0, slice[M2], slice[MIN], slice[MAX], slice[ZEROS]};
+    if (n > 0) merge(row, n, slice[MEAN], scan, 1);
+    row[COUNT] += slice[COUNT] - n;
+    row[NANS] += slice[NANS];
+    row[INFS] += slice[INFS];
 }
 
-/* The same of after - before, elementwise: in double for float64, in float for the others. */
-int tbhooks_reduce_difference(const void *after, const void *before, int64_t n, int dtype, double *row,
-                              int32_t *counts) {
-    return version()(after, before, n, dtype, row, counts);
+typedef struct {
+    const Job *job;
+    int64_t start;
+    double row[WIDTH];
+} Slice;
+
+typedef struct {
+    Slice *slices;
+    int64_t count, next;
+    Reduce *run;
+} Work;
+
+INLINE void reduce_slice(const Job *job, int64_t start, double *row, Tally *tally, Reduce *run) {
+    if (job->counts && job->size > FEW) tally_for(tally, job->counts);
+    run(job, start, row, tally);
+}
+
+static void take_slices(void *shared) {
+    Work *work = shared;
+    Tally tally = {0};
+    int64_t i;
+    while ((i = __atomic_fetch_add(&work->next, 1, __ATOMIC_RELAXED)) < work->count) {
+        Slice *slice = &work->slices[i];
+        reduce_slice(slice->job, slice->start, slice->row, &tally, work->run);
+    }
+    tally_for(&tally, NULL);
+}
+
+/* How threads are started: GOMP_parallel of the OpenMP library that torch has loaded, whose threads wait
+ * already. Without one everything is done by the calling thread. */
+typedef void Parallel(void (*)(void *), void *, unsigned, unsigned);
+static Parallel *parallel;
+
+void tbhooks_use(Parallel *with) { parallel = with; }
+
+static int reduce_in_parallel(const Job *jobs, int64_t n, int64_t slices, unsigned threads, Reduce *run) {
+    Work work = {malloc((size_t)slices * sizeof(Slice)), 0, 0, run};
+    if (!work.slices) return 0;
+    for (const Job *job = jobs; job < jobs + n; job++)
+        for (int64_t start = 0; start < job->size; start += SLICE) work.slices[work.count++] = (Slice){job, start, {0}};
+    parallel(take_slices, &work, threads, 0);
+    for (int64_t i = 0; i < slices; i++) merge_rows(work.slices[i].job->row, work.slices[i].row);
+    free(work.slices);
+    return 1;
+}
+
+static void reduce_in_turn(const Job *jobs, int64_t n, Reduce *run) {
+    Tally tally; /* large, and most calls are for a few elements: zeroed when it is needed */
+    tally.counts = NULL;
+    int is_zero = 0;
+    for (const Job *job = jobs; job < jobs + n; job++) {
+        if (!is_zero && job->counts && job->size > FEW) memset(tally.tables, 0, sizeof tally.tables), is_zero = 1;
+        for (int64_t start = 0; start < job->size; start += SLICE) {
+            double row[WIDTH];
+            reduce_slice(job, start, row, &tally, run);
+            merge_rows(job->row, row);
+        }
+    }
+    if (is_zero) tally_for(&tally, NULL);
+}
+
+static int is_sound(const Job *job) {
+    return job->size >= 0 && job->dtype >= F32 && job->dtype <= F16 && (job->size == 0 || job->data);
+}
+
+/* dtype: 0 float32, 1 float64, 2 bfloat16, 3 float16. Writes the 9 numbers of each row. The data need no
+ * alignment. Returns 0, or -1 if it did nothing because of its arguments. */
+int tbhooks_reduce_all(const Job *jobs, int64_t n, int64_t threads) {
+    int64_t slices = 0, elements = 0;
+    for (const Job *job = jobs; job < jobs + n; job++) {
+        if (!is_sound(job)) return -1;
+        slices += job->size / SLICE + (job->size % SLICE > 0);
+        elements += job->size;
+    }
+    for (const Job *job = jobs; job < jobs + n; job++) start_row(job->row);
+    if (parallel && threads > 1 && elements >= WORTH_THREADS) {
+        const int64_t most = slices < threads ? slices : threads;
+        if (most > 1 && reduce_in_parallel(jobs, n, slices, (unsigned)most, version())) return 0;
+    }
+    reduce_in_turn(jobs, n, version());
+    return 0;
+}
+
+/* One array, for callers to whom packing a Job is a cost. */
+int tbhooks_reduce(const void *data, int64_t size, int64_t dtype, double *row, int32_t *counts, int64_t threads) {
+    const Job job = {data, NULL, NULL, size, dtype, row, counts};
+    return tbhooks_reduce_all(&job, 1, threads);
+}
+
+/* Whether any of n values is not zero, minus zero counted as zero; `size` bytes each. */
+static int any(const char *data, int64_t n, int64_t size) {
+    enum { AT_ONCE = 64 };
+    for (int64_t i = 0; i < n;) {
+        const int64_t stop = n - i < AT_ONCE ? n : i + AT_ONCE;
+        uint64_t bits = 0;
+        if (size == 4)
+            for (; i < stop; i++) bits |= read_u32(data, i) << 1;
+        else if (size == 8)
+            for (; i < stop; i++) bits |= read_u64(data, i) << 1;
+        else
+            for (; i < stop; i++) bits |= (uint16_t)(read_u16(data, i) << 1);
+        if (bits) return 1;
+    }
+    return 0;
+}
+
+/* Of values [outer][units][inner], sets alive[unit] to 1 where any of a unit's is not zero. Units that are
+ * known to be alive are not read, so that a healthy layer costs a glance. */
+int tbhooks_find_alive(const char *data, int64_t dtype, int64_t outer, int64_t units, int64_t inner, float *alive) {
+    if (dtype < F32 || dtype > F16 || outer < 0 || units < 0 || inner < 0) return -1;
+    const int64_t size = WIDTHS[dtype], run = inner * size;
+    int64_t silent = units;
+    for (int64_t o = 0; o < outer && silent; o++) {
+        silent = 0;
+        for (int64_t u = 0; u < units; u++, data += run) {
+            if (alive[u] == 0 && any(data, inner, size)) alive[u] = 1;
+            silent += alive[u] == 0;
+        }
+    }
+    return 0;
 }
 
 /* What kernel.py compares before it uses a library that it finds. */
-int tbhooks_abi(void) { return 1; }
+int tbhooks_abi(void) { return 2; }

@@ -1,24 +1,32 @@
 """Rows and buckets of CPU tensors from the C kernel (kernel.c), where the package was built with one.
 
-One read of the tensor, no temporaries, the GIL released. Without a compiler at build time, or on a
-device, the torch operations of rows.py and buckets.py serve instead, with the same meaning.
+One read of the tensor, no temporaries, the GIL released, as many threads as torch uses itself. Without a
+compiler at build time, or on a device, the torch operations of rows.py and buckets.py serve instead, with the
+same meaning. Rows, counts and copies are given as addresses: a tensor made for each would cost more than the call.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 LIBRARY = Path(__file__).with_name("_kernel.so")
 # Raised with the meaning of a row or a bucket: a library left over from another version is not used.
-ABI = 1
+ABI = 2
 _CODES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 # Subclasses may wrap other tensors and have no memory of their own to read.
 _PLAIN = (Tensor, Parameter)
+
+Address = int
+NOWHERE: Address = 0
+Job = tuple[Address, Address, Address, int, int, Address, Address]
+"""What kernel.c calls a Job: data, minus, copy, size, type, row, counts."""
 
 
 def _load(path: Path) -> ctypes.CDLL | None:
@@ -29,9 +37,21 @@ def _load(path: Path) -> ctypes.CDLL | None:
     except (OSError, AttributeError):
         return None
     address, number = ctypes.c_void_p, ctypes.c_int64
-    library.tbhooks_reduce.argtypes = (address, number, ctypes.c_int, address, address)
-    library.tbhooks_reduce_difference.argtypes = (address, address, number, ctypes.c_int, address, address)
+    library.tbhooks_reduce.argtypes = (address, number, number, address, address, number)
+    library.tbhooks_reduce_all.argtypes = (address, number, number)
+    library.tbhooks_find_alive.argtypes = (address, number, number, number, number, address)
+    library.tbhooks_use.argtypes = (address,)
+    library.tbhooks_use.restype = None
+    library.tbhooks_use(_threads_of_torch())
     return library
+
+
+def _threads_of_torch() -> Address | None:
+    """How the OpenMP library that torch has loaded runs a function in its threads; None if it is another one."""
+    try:
+        return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p).value
+    except (AttributeError, OSError, TypeError):
+        return None
 
 
 library = _load(LIBRARY)
@@ -57,17 +77,31 @@ def can_read(tensor: Tensor) -> bool:
     )
 
 
-def reduce(numbers: Tensor, row: Tensor, counts: Tensor | None) -> None:
-    """Writes the row of a contiguous tensor; adds its buckets to `counts`."""
+def reduce(numbers: Tensor, row: Address, counts: Address) -> None:
+    """Writes the row of a tensor that can be read; adds its buckets to `counts`, unless that is NOWHERE."""
     assert library is not None
-    buckets = None if counts is None else counts.data_ptr()
-    library.tbhooks_reduce(numbers.data_ptr(), numbers.numel(), _CODES[numbers.dtype], row.data_ptr(), buckets)
+    library.tbhooks_reduce(
+        numbers.data_ptr(), numbers.numel(), _CODES[numbers.dtype], row, counts, torch.get_num_threads()
+    )
 
 
-def reduce_difference(after: Tensor, before: Tensor, row: Tensor, counts: Tensor | None) -> None:
-    """The same of `after - before`, two contiguous tensors of one type and size, without a temporary."""
+def job(numbers: Tensor, row: Address, counts: Address, minus: Address = NOWHERE, copy: Address = NOWHERE) -> Job:
+    """One tensor of many for `reduce_all`: less another of its type and size, or copied while it is read."""
+    return numbers.data_ptr(), minus, copy, numbers.numel(), _CODES[numbers.dtype], row, counts
+
+
+def reduce_all(jobs: Sequence[Job]) -> None:
+    """Many at once: the price of a call is paid once, and threads share all of them."""
     assert library is not None
-    buckets = None if counts is None else counts.data_ptr()
-    library.tbhooks_reduce_difference(
-        after.data_ptr(), before.data_ptr(), after.numel(), _CODES[after.dtype], row.data_ptr(), buckets
+    table = np.array(jobs, dtype=np.int64)
+    library.tbhooks_reduce_all(table.ctypes.data, len(jobs), torch.get_num_threads())
+
+
+def find_alive(numbers: Tensor, unit_dimension: int, alive: Tensor) -> None:
+    """Sets `alive`, float32, to 1 for each unit of which any number is not zero."""
+    assert library is not None
+    shape = numbers.shape
+    outer, inner = shape[:unit_dimension].numel(), shape[unit_dimension + 1 :].numel()
+    library.tbhooks_find_alive(
+        numbers.data_ptr(), _CODES[numbers.dtype], outer, shape[unit_dimension], inner, alive.data_ptr()
     )

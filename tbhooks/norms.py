@@ -14,8 +14,10 @@ def total_norm(tensors: Sequence[Tensor]) -> Tensor:
     """In float64 where that costs nothing; NaN or infinite if any element is."""
     dense = [tensor.coalesce().values() if tensor.layout is torch.sparse_coo else tensor for tensor in tensors]
     dense = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in dense]
-    readable = [tensor for tensor in dense if kernel.can_read(tensor)]
-    others = [tensor for tensor in dense if not kernel.can_read(tensor)]
+    readable: list[Tensor] = []
+    others: list[Tensor] = []
+    for tensor in dense:
+        (readable if kernel.can_read(tensor) else others).append(tensor)
     parts = [_by_kernel(readable)] if readable else []
     parts += [_by_torch([tensor for tensor in others if tensor.device == device]) for device in _devices(others)]
     home = parts[0].device
@@ -30,8 +32,8 @@ def _devices(tensors: Sequence[Tensor]) -> list[torch.device]:
 
 def _by_kernel(tensors: Sequence[Tensor]) -> Tensor:
     rows = torch.empty((len(tensors), stats.WIDTH), dtype=torch.float64, device="cpu")
-    for tensor, row in zip(tensors, rows.unbind(), strict=True):
-        kernel.reduce(tensor, row, None)
+    start, width = rows.data_ptr(), stats.WIDTH * rows.itemsize
+    kernel.reduce_all([kernel.job(tensor, start + i * width, kernel.NOWHERE) for i, tensor in enumerate(tensors)])
     count, mean, m2, nans, infs = (
         rows[:, column] for column in (stats.COUNT, stats.MEAN, stats.M2, stats.NANS, stats.INFS)
     )

@@ -6,6 +6,7 @@ unscaling, updates as the difference it made. Registers no hook; the clock calls
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,8 +17,10 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from tbhooks import select
-from tbhooks.buffer import NO_SITE, Recorder
+from tbhooks.buffer import NO_SITE, Recorder, Wanted, can_be_one_of_many
+from tbhooks.copies import Copies
 from tbhooks.frame import RAW_GRADIENT_NORM, Site
+from tbhooks.kernel import NOWHERE
 from tbhooks.norms import total_norm
 from tbhooks.report import Report
 from tbhooks.rows import describe, has_no_data
@@ -42,6 +45,8 @@ class ParameterReader:
         self._selector = selector
         self._recorder = recorder
         self._report = report
+        self._before = Copies()
+        self._sites: dict[tuple[str, str], int] = {}
         self.forget()
 
     def forget(self) -> None:
@@ -50,7 +55,7 @@ class ParameterReader:
         self._tensors: dict[int, nn.Parameter] = {}
         self._read: set[int] = set()
         self._read_gradients: set[int] = set()
-        self._before: dict[int, Tensor] = {}
+        self._before.forget()
         self._marks: dict[int, _Mark] = {}
         # What a scaler has multiplied a parameter's gradient by, and not yet divided it by.
         self._scales: dict[int, Tensor] = {}
@@ -97,32 +102,40 @@ class ParameterReader:
     def before(self, optimizer: Optimizer, has_closure: bool) -> None:
         """Weights, and the gradients the step will use; with a closure those are made inside the step."""
         with self._report.guarded("reading parameters"), torch.no_grad():
-            for key in self._stepped_by(optimizer):
-                self._read_weight(key)
-                if not has_closure:
-                    self._read_gradient(key, getattr(optimizer, "grad_scale", None))
-                if self._recorder.wants("update"):
-                    self._before[key] = self._tensors[key].detach().clone()
+            # A fused optimizer is handed scaled gradients and divides them itself.
+            scale = getattr(optimizer, "grad_scale", None)
+            with self._batch() as batch:
+                for key in self._stepped_by(optimizer):
+                    self._read_weight(key, batch, keep=self._recorder.wants("update"))
+                    if not has_closure:
+                        self._read_gradient(key, batch, scale)
 
     def after(self, optimizer: Optimizer, has_closure: bool) -> None:
         """What the step changed."""
-        with self._report.guarded("reading updates"), torch.no_grad():
+        with self._report.guarded("reading updates"), torch.no_grad(), self._batch() as batch:
             for key in self._stepped_by(optimizer):
                 if has_closure:
-                    self._read_gradient(key, None)
-                before = self._before.pop(key, None)
-                if before is not None:
-                    site = self._recorder.number(Site(self._paths[key], "update"))
-                    self._recorder.record_difference(site, self._tensors[key].detach(), before)
+                    self._read_gradient(key, batch, None)
+                if key in self._before:
+                    self._read_update(key, batch)
 
     def rest(self) -> None:
         """Parameters no optimizer stepped: frozen, left out, or updated by hand."""
-        with self._report.guarded("reading parameters"), torch.no_grad():
+        with self._report.guarded("reading parameters"), torch.no_grad(), self._batch() as batch:
             self._look_up()
             for key in [key for key in self._paths if key not in self._read]:
-                self._read_weight(key)
+                self._read_weight(key, batch, keep=False)
                 if self._tensors[key].grad is not None:
-                    self._read_gradient(key, self._scales.get(key))
+                    self._read_gradient(key, batch, self._scales.get(key))
+
+    @contextlib.contextmanager
+    def _batch(self) -> Iterator[list[Wanted]]:
+        """What is put into it is read together in the end, and before anything else can change it."""
+        batch: list[Wanted] = []
+        try:
+            yield batch
+        finally:
+            self._recorder.record_all(batch)
 
     def _stepped_by(self, optimizer: Optimizer) -> Iterator[int]:
         self._look_up()
@@ -143,26 +156,52 @@ class ParameterReader:
                 self._paths[id(parameter)] = path
                 self._tensors[id(parameter)] = parameter
 
-    def _read_weight(self, key: int) -> None:
-        if key in self._read:
-            return
+        if self._recorder.wants("update"):
+            self._before.make_room((key, p) for key, p in self._tensors.items() if can_be_one_of_many(p))
+
+    def _site(self, key: int, kind: str) -> int:
+        name = self._paths[key], kind
+        if name not in self._sites:
+            self._sites[name] = self._recorder.number(Site(*name))
+        return self._sites[name]
+
+    def _read_weight(self, key: int, batch: list[Wanted], keep: bool) -> None:
+        """`keep`: and keeps a copy of it, to tell the update from."""
+        parameter, site = self._tensors[key], self._site(key, "weight")
+        fresh = key not in self._read and site != NO_SITE
         self._read.add(key)
-        site = self._recorder.number(Site(self._paths[key], "weight"))
-        if site != NO_SITE and self._recorder.record(site, self._tensors[key]) is None:
-            why = f"{describe(self._tensors[key])}: only real numbers have statistics"
+        if fresh and can_be_one_of_many(parameter):
+            copy = self._before.place(key, parameter) if keep else NOWHERE
+            batch.append((site, parameter, copy or NOWHERE, NOWHERE))
+            fresh, keep = False, copy is None
+        if keep:
+            self._before.clone(key, parameter)
+        if fresh and self._recorder.record(site, parameter) is None:
+            why = f"{describe(parameter)}: only real numbers have statistics"
             self._report.cannot_see(f"weight/{self._paths[key]}", why)
 
-    def _read_gradient(self, key: int, scale: Tensor | None) -> None:
-        site = Site(self._paths[key], "weight_gradient")
-        number = self._recorder.number(site)
-        gradient = self._tensors[key].grad
-        if number == NO_SITE or key in self._read_gradients:
+    def _read_update(self, key: int, batch: list[Wanted]) -> None:
+        site, parameter = self._site(key, "update"), self._tensors[key]
+        copy = self._before.take_place(key, parameter) if can_be_one_of_many(parameter) else None
+        if copy is not None:
+            batch.append((site, parameter, NOWHERE, copy))
+            return
+        before = self._before.take(key)
+        if before is not None:
+            self._recorder.record_difference(site, parameter.detach(), before)
+
+    def _read_gradient(self, key: int, batch: list[Wanted], scale: Tensor | None) -> None:
+        site, gradient = self._site(key, "weight_gradient"), self._tensors[key].grad
+        if site == NO_SITE or key in self._read_gradients:
             return
         if gradient is None:
             if self._tensors[key].requires_grad:
-                self._report.cannot_see(str(site), "no gradient reached it")
+                self._report.cannot_see(f"weight_gradient/{self._paths[key]}", "no gradient reached it")
             return
-        self._report.sees(str(site))
+        if self._report.unseen:
+            self._report.sees(f"weight_gradient/{self._paths[key]}")
         self._read_gradients.add(key)
-        # A fused optimizer is handed scaled gradients and divides them itself.
-        self._recorder.record(number, gradient, scale)
+        if scale is None and can_be_one_of_many(gradient):
+            batch.append((site, gradient, NOWHERE, NOWHERE))
+        else:
+            self._recorder.record(site, gradient, scale)

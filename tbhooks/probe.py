@@ -327,7 +327,8 @@ class Probe:
                 self._recorder.share(activation, span)
             else:
                 span = self._reduced(self._recorder, activation, tensor)
-            self._note_readable(hook.path + index, tensor, span is not None)
+            if span is None or self._report.unseen:
+                self._note_readable(hook.path + index, tensor, span is not None)
             if hook.has_units:
                 self.units.see(f"activation/{hook.path}{index}", tensor)
         if hidden and gradient != NO_SITE:

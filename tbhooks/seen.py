@@ -26,7 +26,7 @@ NONE_CAME = "no gradient came out of the compiled graph: there was no backward, 
 MOST_RECENT = 256
 
 
-@dataclass
+@dataclass(slots=True)
 class _Recent:
     """A tensor seen a moment ago, to recognise it when the next module returns it unchanged."""
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from tbhooks import kernel
 from tbhooks.buffer import Recorder
 
 # Their outputs are never negative, so that the largest value tells whether there was any.
@@ -39,13 +40,14 @@ class Units:
         if not output.is_floating_point() or output.layout is not torch.strided or output.numel() == 0:
             return
         known = self._seen.setdefault(name, {})
+        by_kernel = kernel.can_read(output)
         for dim in _unit_dimensions(output):
-            largest = _largest(output.detach(), dim)
+            before = known.get(dim)
+            if before is not None and len(before.largest) != output.size(dim):
+                before = None
+            largest = (_alive if by_kernel else _largest)(output.detach(), dim, before.largest if before else None)
             samples = output.numel() // output.size(dim)
-            if dim in known and known[dim].largest.shape == largest.shape:
-                largest = torch.maximum(known[dim].largest, largest)
-                samples += known[dim].samples
-            known[dim] = _Peaks(largest, samples)
+            known[dim] = _Peaks(largest, samples + (before.samples if before else 0))
 
     def log(self, recorder: Recorder) -> None:
         """The share of dead units of each site, and forgets them."""
@@ -75,9 +77,18 @@ def _unit_dimensions(output: Tensor) -> tuple[int, ...]:
     return {0: (), 1: (0,), 2: (1,), 3: (1, 2)}.get(output.dim(), (1,))
 
 
-def _largest(output: Tensor, dim: int) -> Tensor:
+def _largest(output: Tensor, dim: int, before: Tensor | None) -> Tensor:
     """Over everything but the units; the innermost dimensions first, which lie together in memory."""
     inner = tuple(range(dim + 1, output.dim()))
     if inner:
         output = output.amax(inner)
-    return output.amax(tuple(range(dim))) if dim else output
+    if dim:
+        output = output.amax(tuple(range(dim)))
+    return output if before is None else torch.maximum(before, output)
+
+
+def _alive(output: Tensor, dim: int, before: Tensor | None) -> Tensor:
+    """1 for a unit with anything but zeros, which takes no more than a glance at most of them."""
+    alive = torch.zeros(output.size(dim), dtype=torch.float32, device="cpu") if before is None else before.float()
+    kernel.find_alive(output, dim, alive)
+    return alive

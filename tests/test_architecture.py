@@ -26,6 +26,7 @@ CAPTURE = {
     "probe",
     "parameters",
     "clock",
+    "copies",
     "loop",
     "norms",
     "outputs",

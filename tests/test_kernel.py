@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,14 +49,15 @@ SIZES = (0, 1, 2, 7, 15, 16, 17, 33, 511, 513, 2047, 2048, 2049, 4100)
 def run(version: str, x: Tensor, before: Tensor | None = None) -> tuple[Any, Any]:
     row, counts = torch.full((WIDTH,), 9.0, dtype=torch.float64), torch.ones(SLOTS, dtype=torch.int32)
     if version == "wrapper":
-        kernel.reduce(x, row, counts) if before is None else kernel.reduce_difference(x, before, row, counts)
+        minus = kernel.NOWHERE if before is None else before.data_ptr()
+        kernel.reduce_all([kernel.job(x, row.data_ptr(), counts.data_ptr(), minus)])
     else:
         call = getattr(LIBRARY, f"test_{version}")
         call.argtypes = (
             ctypes.c_void_p,
             ctypes.c_void_p,
             ctypes.c_int64,
-            ctypes.c_int,
+            ctypes.c_int64,
             ctypes.c_void_p,
             ctypes.c_void_p,
         )
@@ -190,7 +191,7 @@ def test_data_need_no_alignment(shift: int, dtype: torch.dtype, version: str) ->
     memory[shift : shift + 5000 * x.element_size()] = x.view(torch.uint8).numpy()
     row, counts = torch.empty(WIDTH, dtype=torch.float64), torch.zeros(SLOTS, dtype=torch.int32)
     call = getattr(LIBRARY, f"test_{version}")
-    call.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+    call.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p)
     call(memory.ctypes.data + shift, None, 5000, DTYPES[dtype], row.data_ptr(), counts.data_ptr())
     check(x, row.numpy(), counts.numpy())
 
@@ -262,21 +263,81 @@ def test_flushing_denormals_loses_no_half() -> None:
 def test_bad_arguments_change_nothing() -> None:
     row = torch.full((WIDTH,), 7.0, dtype=torch.float64)
     call = LIBRARY.test_baseline
-    call.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+    call.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p)
     assert call(row.data_ptr(), None, 1, 4, row.data_ptr(), None) == -1
     assert call(row.data_ptr(), None, -1, 0, row.data_ptr(), None) == -1
     assert (row == 7).all()
 
 
-def test_no_access_out_of_bounds_and_no_undefined_behaviour() -> None:
-    """Exact-size heap blocks of random and edge data under the address and undefined-behaviour sanitizers."""
-    sanitizers = ("-O1", "-g", "-fopenmp-simd", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+@pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
+def test_no_access_out_of_bounds_no_undefined_behaviour_no_race(sanitizer: str) -> None:
+    """Exact-size heap blocks of random and edge data, and many arrays in several threads, under the sanitizers."""
+    flags = ("-O1", "-g", "-fopenmp-simd", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", "-pthread")
     try:
-        program = compiled("sanitize.c", *sanitizers)
+        program = compiled("sanitize.c", *flags)
     except subprocess.CalledProcessError:
-        pytest.skip("the compiler has no sanitizers")
+        pytest.skip("the compiler has no such sanitizer")
     done = subprocess.run([str(program)], capture_output=True, text=True, timeout=200, check=False)
+    if "unexpected memory mapping" in done.stderr:
+        pytest.skip("the thread sanitizer does not run under this kernel's address randomisation")
     assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_threads_change_nothing_to_the_bit() -> None:
+    """Torch's own OpenMP threads, where torch has them."""
+    tensors = [torch.randn(n, dtype=torch.float64).to(d) for n in (3, 700, 70_000, 1_000_001) for d in DTYPES]
+    found = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        rows_, counts = np.zeros((len(tensors), WIDTH)), np.zeros((len(tensors), SLOTS), dtype=np.int32)
+        kernel.reduce_all(
+            [kernel.job(x, r.ctypes.data, c.ctypes.data) for x, r, c in zip(tensors, rows_, counts, strict=True)]
+        )
+        found.append((rows_.tobytes(), counts.tobytes()))
+    assert found[0] == found[1]
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_the_threads_are_those_torch_has_already() -> None:
+    if kernel._threads_of_torch() is None:
+        pytest.skip("torch uses another OpenMP library here")
+    x, row = torch.randn(1 << 20), torch.zeros(WIDTH, dtype=torch.float64)
+    torch.mm(torch.randn(512, 512), torch.randn(512, 512))
+    x.exp_()  # has torch start its threads
+    before = len(list(Path("/proc/self/task").iterdir()))
+    kernel.reduce(x, row.data_ptr(), kernel.NOWHERE)
+    assert len(list(Path("/proc/self/task").iterdir())) == before
+
+
+def test_a_copy_is_made_while_reading() -> None:
+    x = torch.randn(100_003)
+    copy, row = torch.zeros_like(x), torch.zeros(WIDTH, dtype=torch.float64)
+    kernel.reduce_all([kernel.job(x, row.data_ptr(), kernel.NOWHERE, kernel.NOWHERE, copy.data_ptr())])
+    assert torch.equal(x, copy)
+    assert row[stats.COUNT] == len(x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_units_with_anything_but_zeros_are_alive(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(5, 37, 3, 3).relu_().to(dtype)
+    x[:, 7], x[:, 30], x[4, 31] = 0.0, -0.0, math.nan
+    x[:4, 31] = 0.0
+    alive = torch.zeros(37)
+    kernel.find_alive(x, 1, alive)
+    assert torch.equal(alive, (x != 0).any(3).any(2).any(0).float())
+    assert alive.sum() == 35
+    kernel.find_alive(torch.ones_like(x), 1, alive)
+    assert alive.all()
 
 
 @pytest.mark.skipif(shutil.which("valgrind") is None, reason="needs valgrind")

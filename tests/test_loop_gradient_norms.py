@@ -67,8 +67,9 @@ def test_each_gradient_is_recorded_once_whatever_touched_it(
     monkeypatch: pytest.MonkeyPatch, touch: Callable[[nn.Module], None], count: int
 ) -> None:
     reads: list[int] = []
-    original = Recorder._record_parts
-    monkeypatch.setattr(Recorder, "_record_parts", lambda *args: (reads.append(1), original(*args))[1])
+    one, many = Recorder.record, Recorder.record_all
+    monkeypatch.setattr(Recorder, "record", lambda *args: (reads.append(1), one(*args))[1])
+    monkeypatch.setattr(Recorder, "record_all", lambda self, all_: (reads.extend([1] * len(all_)), many(self, all_))[1])
     model = mlp()
     optimizer, by_step = sgd(model), []
     with tbhooks.watch(model, every=1, kinds=("weight_gradient",)):

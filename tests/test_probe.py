@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import tbhooks
-from tbhooks.buffer import Recorder
+from tbhooks.buffer import Buffer, Recorder
 from tests import twin, zoo
 from tests.loops import forward, mlp, sgd, steps_of, train
 
@@ -54,17 +54,17 @@ def test_an_output_returned_unchanged_is_read_once_and_shown_for_every_module() 
 
 def count_reductions(run: Any) -> int:
     calls: list[int] = []
-    original = Recorder._record_parts
+    original = Recorder.record
 
     def counted(*arguments: Any) -> Any:
         calls.append(1)
         return original(*arguments)
 
-    Recorder._record_parts = counted
+    Recorder.record = counted
     try:
         run()
     finally:
-        Recorder._record_parts = original
+        Recorder.record = original
     return len(calls)
 
 
@@ -181,7 +181,7 @@ def test_a_failing_hook_never_reaches_training_and_is_told_once(
 
     model = mlp()
     with caplog.at_level(logging.ERROR, "tbhooks"), tbhooks.watch(model, every=1) as watching:
-        monkeypatch.setattr(Recorder, "_record_parts", broken)
+        monkeypatch.setattr(Buffer, "take", broken)
         train(model, 3)
         monkeypatch.undo()
         train(model, 1)

@@ -18,7 +18,7 @@ int main(int argc, char **argv) {
     }
     double row[WIDTH];
     int32_t counts[REJECTED + 1] = {0};
-    tbhooks_reduce(x, n, dtype, row, with_buckets ? counts : NULL);
+    tbhooks_reduce(x, n, dtype, row, with_buckets ? counts : NULL, 1);
     printf("%g\n", row[MEAN]);
     free(x);
     return 0;

@@ -2,8 +2,12 @@
 #include "../../tbhooks/kernel.c"
 
 #define EXPORT(name)                                                                                             \
-    int test_##name(const void *data, const void *minus, int64_t n, int dtype, double *row, int32_t *counts) {   \
-        return reduce_##name(data, minus, n, dtype, row, counts);                                                \
+    int test_##name(const void *data, const void *minus, int64_t n, int64_t dtype, double *row, int32_t *counts) { \
+        const Job job = {data, minus, NULL, n, dtype, row, counts};                                              \
+        if (!is_sound(&job)) return -1;                                                                          \
+        start_row(row);                                                                                          \
+        reduce_in_turn(&job, 1, reduce_##name);                                                                  \
+        return 0;                                                                                                \
     }
 
 EXPORT(baseline)
