@@ -178,10 +178,10 @@ class Recorder:
 
     def __init__(self, kinds: Iterable[str], prefix: str = "") -> None:
         self.with_buckets = False
-        self._kinds = frozenset(kinds)
+        self.kinds = frozenset(kinds)
         # What is put before the kinds of its sites, to tell them from those of other recorders.
         self._prefix = prefix
-        self._shown = frozenset(prefix + kind for kind in self._kinds)
+        self._shown = frozenset(prefix + kind for kind in self.kinds)
         # Modules may run in several threads, and the kernel lets others run while it reads.
         self._lock = threading.RLock()
         self.sites: list[Site] = []
@@ -194,14 +194,14 @@ class Recorder:
 
     def wants(self, *kinds: str) -> bool:
         """Whether any of these kinds was asked for."""
-        return not self._kinds.isdisjoint(kinds)
+        return not self.kinds.isdisjoint(kinds)
 
     def number(self, site: Site) -> int:
         """The site's number; NO_SITE for a kind nobody asked for."""
         number = self._numbers.get(site)
         if number is not None:
             return number
-        if site.kind not in self._kinds and READ_FOR.get(site.kind) not in self._kinds:
+        if site.kind not in self.kinds and READ_FOR.get(site.kind) not in self.kinds:
             return NO_SITE
         with self._lock:
             if site not in self._numbers:

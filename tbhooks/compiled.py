@@ -13,6 +13,7 @@ import itertools
 import sys
 import weakref
 from collections.abc import Callable
+from types import CodeType
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -66,8 +67,28 @@ def _host_number(value: int) -> Tensor:
 # Whether an output's gradient will be shown too: no, yes, or it would be if backward were not compiled as well.
 NO_GRADIENT, GRADIENT_COMES, LOST_GRADIENT = "", "comes", "lost"
 
+NO_TICKET = _host_number(0)
 _numbers = itertools.count(1)
 _observers: weakref.WeakValueDictionary[int, Observer] = weakref.WeakValueDictionary()
+
+
+class AwaitsCompiling(Protocol):
+    """Whoever has to get ready once anything may be compiled."""
+
+    def may_be_compiled(self) -> None: ...
+
+
+_awaiting: weakref.WeakSet[AwaitsCompiling] = weakref.WeakSet()
+
+
+def is_loaded() -> bool:
+    """Whether anything can have been compiled: the compiler comes with its first use."""
+    return "torch._dynamo" in sys.modules
+
+
+def tell_when_loaded(waiting: AwaitsCompiling) -> None:
+    """Calls its `may_be_compiled` when the compiler is loaded; not if it is already."""
+    _awaiting.add(waiting)
 
 
 def ticket(observer: Observer) -> Tensor:
@@ -123,10 +144,16 @@ def runs_as_python(function: Function) -> Function:
     return function
 
 
+_stay_uncompiled: set[CodeType] = set()
+
+
 def stays_uncompiled(function: Callable[..., Any]) -> None:
     """Torch's own modules are compiled as part of others, or not at all; with hooks on they would be on their own."""
     code = getattr(function, "__code__", None)
-    if code is not None and (function.__module__ or "").startswith(("torch.nn.", "torch.ao.")):
+    if code is None or code in _stay_uncompiled:
+        return
+    if (function.__module__ or "").startswith(("torch.nn.", "torch.ao.")):
+        _stay_uncompiled.add(code)
         with contextlib.suppress(ImportError, AttributeError):
             from torch._C._dynamo import eval_frame  # noqa: PLC0415  private
 
@@ -163,8 +190,10 @@ def _backward_is_compiled() -> bool:
     return bool(sys.modules["torch._dynamo"].compiled_autograd.compiled_autograd_enabled)
 
 
-def _take_as_it_is(dynamo: Any) -> None:
+def _compiler_loaded(dynamo: Any) -> None:
     dynamo.allow_in_graph(show)
+    for waiting in list(_awaiting):
+        waiting.may_be_compiled()
 
 
-wrapt.register_post_import_hook(_take_as_it_is, "torch._dynamo")
+wrapt.register_post_import_hook(_compiler_loaded, "torch._dynamo")

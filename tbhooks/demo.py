@@ -1,4 +1,4 @@
-"""`tbhooks demo`: a small CNN on handwritten digits, trained for a few seconds and watched."""
+"""`tbhooks demo`: a small CNN on handwritten digits, trained for a few seconds and watched; then again, made sick."""
 
 from __future__ import annotations
 
@@ -16,13 +16,33 @@ from tbhooks.render import table
 from tbhooks.watch import Watch, watch
 
 
+GOOD_RATE, RATE_TOO_HIGH = 0.002, 0.2
+
+
 def run(logdir: str, steps: int, every: int) -> None:
-    """Trains, prints what the watch saw, and says how to look at it."""
-    images, labels = _digits()
-    torch.manual_seed(0)
-    model = _model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    """Trains both, prints what the watch saw, and says how to look at it."""
+    data = _digits()
     directory = _fresh(Path(logdir))
+    sick = directory.with_name(f"{directory.name}-sick")
+    torch.manual_seed(0)
+    watching, summary = _train(_model(), data, GOOD_RATE, directory, steps, every)
+    if watching.latest is not None:
+        print(table(watching.latest))
+    _tell(watching, summary)
+    torch.manual_seed(0)
+    watching, summary = _train(_model(), data, RATE_TOO_HIGH, sick, steps, every)
+    print(f"\nThe same network again, with a learning rate of {RATE_TOO_HIGH} instead of {GOOD_RATE}:")
+    _tell(watching, summary)
+    print(f"\nThe runs are in {directory} and {sick}. To look at them:\n")
+    print(f"    tensorboard --logdir {directory.parent}     the TBHOOKS tab shows both side by side")
+    print(f"    tbhooks report {sick}\n")
+
+
+def _train(
+    model: nn.Module, data: tuple[Tensor, Tensor], rate: float, directory: Path, steps: int, every: int
+) -> tuple[Watch, str]:
+    images, labels = data
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
     started = time.perf_counter()
     with SummaryWriter(str(directory)) as writer, watch(model, writer, every=every) as watching:
         for step in range(steps):
@@ -34,8 +54,7 @@ def run(logdir: str, steps: int, every: int) -> None:
             watching.log({"loss": loss})
             _progress(step + 1, steps)
     seconds = time.perf_counter() - started
-    accuracy = _accuracy(model, images, labels)
-    _tell(watching, directory, f"{steps} steps in {seconds:.1f} s, accuracy {accuracy:.1%}")
+    return watching, f"{steps} steps in {seconds:.1f} s, accuracy {_accuracy(model, images, labels):.1%}"
 
 
 def _digits() -> tuple[Tensor, Tensor]:
@@ -86,13 +105,10 @@ def _accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
         return float((model(images).argmax(dim=1) == labels).float().mean())
 
 
-def _tell(watching: Watch, directory: Path, summary: str) -> None:
-    stats, frame = watching.stats, watching.latest
-    if frame is not None:
-        print(table(frame))
+def _tell(watching: Watch, summary: str) -> None:
+    stats = watching.stats
     print(f"\n{summary}; {stats.logged} steps logged, {stats.seconds_training:.2f} s of it spent watching.")
     for finding in watching.findings:
         print(f"{finding.severity}: {finding.message}")
     if not watching.findings:
         print("Nothing wrong was found.")
-    print(f"\nThe run is in {directory}. To look at it:\n\n    tensorboard --logdir {directory.parent}\n")

@@ -64,19 +64,24 @@ class ForwardHook(_Unkept):
         "reads_inputs", "reads_operations", "reads_outputs", "sites", "ticket", "told",
     )  # fmt: skip
 
-    def __init__(self, told: Told, path: str, module: nn.Module, wants: Callable[[str], bool], chosen: bool) -> None:
+    def __init__(self, told: Told, path: str, module: nn.Module, wanted: frozenset[str], chosen: bool) -> None:
         self.told, self.path, self.module = told, path, weakref.ref(module)
         self.gate = told.gate
-        self.ticket = compiled.ticket(self)
+        self.ticket = compiled.NO_TICKET
         self.sites: dict[str, tuple[int, int]] = {}
-        self.reads_outputs = chosen and wants("activation")
-        self.reads_gradients = chosen and wants("gradient")
-        self.reads_inputs = chosen and wants("input")
-        self.reads_operations = chosen and wants("functional")
+        self.reads_outputs = chosen and "activation" in wanted
+        self.reads_gradients = chosen and "gradient" in wanted
+        self.reads_inputs = chosen and "input" in wanted
+        self.reads_operations = chosen and "functional" in wanted
         self.has_units = isinstance(module, RECTIFIERS)
         # The end of a backward pass through its output is when weight gradients are read.
-        self.ends_backward = path == ROOT and wants("weight_gradient")
+        self.ends_backward = path == ROOT and "weight_gradient" in wanted
         self.broken = False
+
+    def may_be_compiled(self) -> None:
+        """A ticket is a tensor, too dear to make one for each module of every model."""
+        if self.ticket is compiled.NO_TICKET:
+            self.ticket = compiled.ticket(self)
 
     @property
     def reads(self) -> bool:

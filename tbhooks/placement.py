@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,18 +16,14 @@ from tbhooks.functional import Functional
 from tbhooks.hooks import EnterHook, ForwardHook, InputHook, LeaveHook, Told
 from tbhooks.report import Report
 
-
-class Wants(Protocol):
-    """Whether any of these kinds was asked for."""
-
-    def __call__(self, *kinds: str) -> bool: ...
+_OF_MODULES = ("activation", "gradient", "input")
 
 
 class Placement:
     """The hooks of one watch on the modules of its model."""
 
     def __init__(
-        self, told: Told, model: weakref.ref[nn.Module], selector: select.Selector, wants: Wants,
+        self, told: Told, model: weakref.ref[nn.Module], selector: select.Selector, wanted: frozenset[str],
         functional: Functional | None, report: Report,
     ) -> None:  # fmt: skip
         self.hooks: dict[str, ForwardHook] = {}
@@ -37,10 +33,19 @@ class Placement:
         self._told = told
         self._model = model
         self._selector = selector
-        self._wants = wants
+        self._wanted = wanted
         self._functional = functional
         self._report = report
+        self._are_on = False
         self._handles: list[RemovableHandle] = []
+        # One for all modules: a handle for each would be half of what putting them on costs.
+        self._key = RemovableHandle(OrderedDict()).id
+        compiled.tell_when_loaded(self)
+
+    def may_be_compiled(self) -> None:
+        """Gets all hooks ready for it."""
+        for hook in self.hooks.values():
+            hook.may_be_compiled()
 
     def put_on(self) -> None:
         """Hooks on every watched module there is now: added and replaced ones are found here."""
@@ -50,7 +55,7 @@ class Placement:
         modules = select.walk(model)
         self.aliases = modules.aliases
         wanted = self._modules_to_hook(modules.by_path)
-        if self._handles and all(self._has(path, module) for path, module in wanted.items()):
+        if self._are_on and all(self._has(path, module) for path, module in wanted.items()):
             return
         self.take_off()
         if not all(path in wanted and self._has(path, wanted[path]) for path in self.hooks):
@@ -60,18 +65,25 @@ class Placement:
         for path, module in wanted.items():
             known = self._has(path, module)
             hooks[path] = (
-                self.hooks[path] if known else ForwardHook(self._told, path, module, self._wants, path in chosen)
+                self.hooks[path] if known else ForwardHook(self._told, path, module, self._wanted, path in chosen)
             )
             self._handles += self._register(hooks[path], module)
         self.hooks = hooks
+        self._are_on = bool(hooks)
+        if compiled.is_loaded():
+            self.may_be_compiled()
         if self._functional is not None:
             self._functional.listens = True
 
     def take_off(self) -> None:
         """Leaves no hook on any module."""
+        for hook in self.hooks.values() if self._are_on else ():
+            module = hook.module()
+            if module is not None:
+                module._forward_hooks.pop(self._key, None)
         for handle in self._handles:
             handle.remove()
-        self._handles = []
+        self._handles, self._are_on = [], False
         if self._functional is not None:
             self._functional.listens = False
             self._functional.abandon()
@@ -80,7 +92,7 @@ class Placement:
         """Takes off hooks that others have moved to modules of their own, as quantisation does."""
         model = self._model()
         for module in () if model is None else model.modules():
-            for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            for hooks in filter(None, (module._forward_hooks, module._forward_pre_hooks)):
                 for key in [key for key, hook in hooks.items() if self._is_mine(hook)]:
                     del hooks[key]
 
@@ -93,11 +105,11 @@ class Placement:
         return path in self.hooks and self.hooks[path].module() is module
 
     def _modules_to_hook(self, modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
-        if self._wants("functional"):
+        if "functional" in self._wanted:
             chosen = modules
         else:
-            chosen = self._selector.choose(modules) if self._wants("activation", "gradient", "input") else {}
-            if self._wants("weight_gradient"):  # the end of the model's backward is when they are read
+            chosen = {} if self._wanted.isdisjoint(_OF_MODULES) else self._selector.choose(modules)
+            if "weight_gradient" in self._wanted:  # the end of the model's backward is when they are read
                 chosen = {ROOT: modules[ROOT], **chosen}
         return {path: module for path, module in chosen.items() if self._can_be_hooked(path, module)}
 
@@ -114,7 +126,8 @@ class Placement:
             yield module.register_forward_pre_hook(EnterHook(self._functional, hook))
         compiled.stays_uncompiled(type(module).forward)
         if hook.reads or hook.ends_backward:
-            yield module.register_forward_hook(hook)
+            # What register_forward_hook does, without a handle.
+            module._forward_hooks[self._key] = hook
         if self._functional is not None:
             yield module.register_forward_hook(LeaveHook(self._functional, hook.path), always_call=True)
 

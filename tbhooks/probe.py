@@ -63,7 +63,7 @@ class Probe:
         self.number = recorder.number
         self._report = report
         self._functional = Functional(self._saw_functional, report) if recorder.wants("functional") else None
-        self.placement = Placement(self, self._model, selector, recorder.wants, self._functional, report)
+        self.placement = Placement(self, self._model, selector, recorder.kinds, self._functional, report)
         self.units = Units()
         self._lock = threading.RLock()
         self._trained = False

@@ -31,9 +31,15 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 def _wrapped(module: nn.Module) -> nn.Module | None:
+    parts = module._modules
+    if not parts:
+        return None
     if isinstance(module, DataParallel | DistributedDataParallel):
-        return module._modules.get("module")
-    return next((module._modules[name] for name in _WRAPPED_AS if name in module._modules), None)
+        return parts.get("module")
+    for name in _WRAPPED_AS:
+        if name in parts:
+            return parts[name]
+    return None
 
 
 @dataclass(frozen=True)
@@ -92,6 +98,8 @@ class Selector:
 
     def choose(self, modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
         """The watched ones among these modules."""
+        if not self._include and not self._exclude:
+            return dict(modules)
         return {path: module for path, module in modules.items() if self._chosen(path, module)}
 
     def _chosen(self, path: str, module: nn.Module) -> bool:

@@ -152,6 +152,7 @@ def quantile(values: Floats, counts: Counts, q: float) -> Floats:
         start = density[rows, bucket] - slope * width[rows, bucket] / 2
         away = 2 * rank / (start + np.sqrt(np.maximum(start**2 + 2 * slope * rank, 0.0)))
         found = left[rows, bucket] + np.nan_to_num(away, nan=0.0)
+        found[(bucket == MIDDLE) & (values[:, ZEROS] > 0)] = 0.0  # whatever is in there with them is next to nothing
         return np.where(total > 0, np.clip(found, left[rows, bucket], right[rows, bucket]), np.nan)
 
 

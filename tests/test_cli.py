@@ -38,7 +38,18 @@ def test_the_demo_trains_shows_what_it_saw_and_says_how_to_look(tmp_path: Path) 
     assert len(list((tmp_path / "runs/digits").glob("events*"))) == 1
     again = run("demo", "--steps", "10", cwd=tmp_path)
     assert "runs/digits-2" in again.stdout
+    assert len(list((tmp_path / "runs/digits-2-sick").glob("events*"))) == 1
     assert len(list((tmp_path / "runs/digits").glob("events*"))) == 1
+
+
+def test_the_demo_shows_a_sick_network_beside_the_healthy_one(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    done = run("demo", "--steps", "60", cwd=tmp_path)
+    healthy, _, sick = done.stdout.partition("The same network again")
+    assert "Nothing wrong was found." in healthy
+    assert "a step rewrites the weights" in sick
+    assert run("check", "runs/digits", "--fail-on", "warning", cwd=tmp_path).returncode == 0
+    assert run("check", "runs/digits-sick", "--fail-on", "warning", cwd=tmp_path).returncode == 1
 
 
 def test_the_demo_refuses_a_wrong_every(tmp_path: Path) -> None:

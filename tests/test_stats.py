@@ -261,3 +261,11 @@ def test_quantiles_without_buckets_are_unknown() -> None:
     rows = np.stack([row_of(np.arange(4.0))] * 2)
     for name in stats.QUANTILES:
         assert np.isnan(stats.stat(name, rows, np.zeros((2, 0), dtype=np.int64))).all()
+
+
+def test_a_quantile_that_falls_among_zeros_is_zero() -> None:
+    values = np.maximum(np.random.default_rng(0).normal(size=1000), 0.0)
+    row, counts = row_of(values)[None], reference.bucket_counts(values)[None]
+    for q in (0.01, 0.25, 0.4):
+        assert stats.quantile(row, counts, q)[0] == 0.0
+    assert stats.quantile(row, counts, 0.75)[0] > 0
