@@ -137,32 +137,31 @@ def quantile(values: Floats, counts: Counts, q: float) -> Floats:
     """
     if counts.shape[-1] == 0:
         return np.full(len(values), np.nan)
-    total = counts.sum(axis=1)
     below = np.cumsum(counts, axis=1)
+    total = below[:, -1]
     target = q * np.maximum(total - 1, 0) + 0.5
     bucket = np.minimum((below < target[:, None]).sum(axis=1), BUCKETS - 1)
     rows = np.arange(len(values))
+    around = np.clip(bucket[:, None] + (-1, 0, 1), 0, BUCKETS - 1)
     low, high = values[:, MIN, None], values[:, MAX, None]
-    left, right = np.clip(LOWER, low, high), np.clip(UPPER, low, high)
+    left, right = np.clip(LOWER[around], low, high), np.clip(UPPER[around], low, high)
+    held = counts[rows[:, None], around]
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         width = right - left
-        density = np.where(width > 0, counts / width, 0.0)
-        slope = _slope(density, (left + right) / 2, width, bucket)
-        rank = target - (below[rows, bucket] - counts[rows, bucket])
-        start = density[rows, bucket] - slope * width[rows, bucket] / 2
+        density = np.where(width > 0, held / width, 0.0)
+        slope = _slope(density, (left + right) / 2, width[:, 1])
+        rank = target - (below[rows, bucket] - held[:, 1])
+        start = density[:, 1] - slope * width[:, 1] / 2
         away = 2 * rank / (start + np.sqrt(np.maximum(start**2 + 2 * slope * rank, 0.0)))
-        found = left[rows, bucket] + np.nan_to_num(away, nan=0.0)
+        found = left[:, 1] + np.nan_to_num(away, nan=0.0)
         found[(bucket == MIDDLE) & (values[:, ZEROS] > 0)] = 0.0  # whatever is in there with them is next to nothing
-        return np.where(total > 0, np.clip(found, left[rows, bucket], right[rows, bucket]), np.nan)
+        return np.where(total > 0, np.clip(found, left[:, 1], right[:, 1]), np.nan)
 
 
-def _slope(density: Floats, middle: Floats, width: Floats, bucket: NDArray[np.intp]) -> Floats:
-    """How the density changes across each row's bucket, no steeper than would make it negative there."""
-    rows = np.arange(len(density))
-    before, after = np.maximum(bucket - 1, 0), np.minimum(bucket + 1, BUCKETS - 1)
-    rise = density[rows, after] - density[rows, before]
-    run = middle[rows, after] - middle[rows, before]
-    steepest = 2 * density[rows, bucket] / width[rows, bucket]
+def _slope(density: Floats, middle: Floats, width: Floats) -> Floats:
+    """How the density changes across the bucket between its neighbours, no steeper than would make it negative."""
+    rise, run = density[:, 2] - density[:, 0], middle[:, 2] - middle[:, 0]
+    steepest = 2 * density[:, 1] / width
     return np.clip(np.nan_to_num(rise / run, nan=0.0, posinf=0.0, neginf=0.0), -steepest, steepest)
 
 

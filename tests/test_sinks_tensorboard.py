@@ -14,6 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensorboard import plugin_util
+from tensorboard.compat.proto import summary_pb2
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c as stock_crc
 from tensorboard.summary.writer import record_writer
 from tensorboard.util import tensor_util
@@ -32,19 +34,15 @@ from tbhooks import JsonlSink, MemorySink, stats
 from tbhooks import pump as pump_module
 from tbhooks.errors import ArgumentError
 from tbhooks.frame import KINDS, Finding, Frame, Site
-from tbhooks.sinks.tensorboard import (
-    STORED_COLUMNS,
-    TensorBoardSink,
-    decode_counts,
-    decode_values,
-    histograms,
-    use_fast_crc,
-)
+from tbhooks.sinks.histograms import SiteHistograms
+from tbhooks.sinks.tensorboard import STORED_COLUMNS, TensorBoardSink, decode_counts, decode_values, use_fast_crc
 from tests import frames
 from tests.frames import make_frame
 
 Log = pytest.LogCaptureFixture
 X = Site("x", "activation")
+# Ten half-octaves a side are wide, and one more may be cut; of the rest 21 may lie across a quantile, and runs between.
+MOST_BARS = 2 * 11 + 2 * 21 + 1
 
 
 @pytest.fixture
@@ -378,16 +376,22 @@ def test_histograms_of_tensors_ascend_within_the_range(scale: float) -> None:
     check_histogram(rng.integers(-3, 4, size=5000).astype(float) * scale)
 
 
+def histogram_of(frame: Frame) -> Any:
+    """The one histogram of a frame of one site."""
+    (value,) = summary_pb2.Summary.FromString(SiteHistograms(frame.sites).encoded(frame)).value
+    return value.histo
+
+
 def check_histogram(data: np.ndarray) -> None:
     finite = data[np.isfinite(data)]
     if not len(finite):
         return
     with np.errstate(over="ignore"):
         frame = make_frame(0, {X: data})
-        histo = histograms(frame.values, frame.buckets)[0]
+        histo = histogram_of(frame)
     limits, heights = np.array(histo.bucket_limit), np.array(histo.bucket)
     assert (histo.min, histo.max) == (finite.min(), finite.max())
-    assert len(limits) == len(heights) > 0
+    assert 0 < len(limits) == len(heights) <= MOST_BARS
     assert (np.diff(limits) >= 0).all()
     assert histo.min <= limits[0]
     assert limits[-1] == histo.max
@@ -401,7 +405,7 @@ def check_histogram(data: np.ndarray) -> None:
 def test_histogram_moments_are_those_of_the_data() -> None:
     data = np.random.default_rng(1).normal(3.0, 2.0, size=1000)
     frame = make_frame(0, {X: data})
-    histo = histograms(frame.values, frame.buckets)[0]
+    histo = histogram_of(frame)
     assert histo.sum == pytest.approx(data.sum(), rel=1e-12)
     assert histo.sum_squares == pytest.approx(np.square(data).sum(), rel=1e-12)
 
@@ -422,6 +426,23 @@ def test_the_fast_checksum_gives_the_bits_of_the_stock_one(data: bytes) -> None:
     assert use_fast_crc()
     assert record_writer.masked_crc32c(data) == stock_crc(data)
     assert record_writer.masked_crc32c(bytearray(data)) == stock_crc(data)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.binary(max_size=3000))
+def test_tensorboardx_gets_the_fast_checksum_too(data: bytes) -> None:
+    theirs = pytest.importorskip("tensorboardX.record_writer")
+    assert use_fast_crc(theirs)
+    assert theirs.masked_crc32c(data) == stock_crc(data)
+    assert hasattr(theirs.masked_crc32c, "__wrapped__")
+
+
+def test_a_checksum_of_other_bits_is_left_alone() -> None:
+    other, none = ModuleType("other"), ModuleType("none")
+    other.masked_crc32c = lambda data: 0  # type: ignore[attr-defined]
+    assert not use_fast_crc(other)
+    assert other.masked_crc32c(b"x") == 0
+    assert not use_fast_crc(none)
 
 
 def test_tensorboard_accepts_our_checksums_and_would_notice_wrong_ones(tmp_path: Path) -> None:

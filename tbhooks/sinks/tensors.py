@@ -1,0 +1,125 @@
+"""Frame tensors: everything a frame holds, one tensor a kind for the rows and one for the bucket counts.
+
+They are for tools; TensorBoard's own tabs do not show them. `tbhooks.runs.stored` reads what is written here:
+what is stored may only change together with it, and with `VERSION` where old readers would read it wrongly.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tensorboard.compat.proto import summary_pb2, tensor_pb2, tensor_shape_pb2, types_pb2
+
+from tbhooks import stats
+from tbhooks.frame import Frame, Site
+from tbhooks.sinks.places import Places, places_of
+from tbhooks.stats import BASE, M2, Counts, Floats
+
+PLUGIN = "tbhooks"
+VERSION = 1
+# The row as it is stored: std and base_norm instead of sums of squares, which float32 cannot always hold.
+STORED_COLUMNS = ("count", "mean", "std", "min", "max", "zeros", "nans", "infs", "base_norm")
+
+
+class Layout:
+    """The order of one kind's sites in its frame tensors.
+
+    TensorBoard keeps a tag's metadata from its first value only, so a site that turns up later starts
+    a new tag (`tbhooks/activation`, `tbhooks/activation.2`) with the longer list.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._position: dict[Site, int] = {}
+        self._generation = 0
+        self._described: set[str] = set()
+
+    def places(self, sites: Sequence[Site]) -> Places:
+        """Where the rows of these sites stand, from now on."""
+        if any(site not in self._position for site in sites):
+            for site in sites:
+                self._position.setdefault(site, len(self._position))
+            self._generation += 1
+        return places_of([self._position[site] for site in sites])
+
+    def add(self, frame: Frame, rows: Places, places: Places, summary: summary_pb2.Summary) -> None:
+        values = stats.empty_rows(len(self._position))
+        values[places] = frame.values[rows]
+        self._add_tensor(summary, "", encode_values(values))
+        if frame.buckets.shape[1]:
+            taken = frame.buckets[rows]
+            counts = np.zeros((len(self._position), stats.BUCKETS), dtype=_smallest(taken))
+            counts[places] = taken
+            self._add_tensor(summary, ".buckets", encode_counts(counts))
+
+    def _add_tensor(self, summary: summary_pb2.Summary, what: str, tensor: tensor_pb2.TensorProto) -> None:
+        suffix = "" if self._generation == 1 else f".{self._generation}"
+        tag = f"{PLUGIN}/{self._kind}{what}{suffix}"
+        value = summary.value.add(tag=tag, tensor=tensor)
+        if tag not in self._described:
+            self._described.add(tag)
+            value.metadata.CopyFrom(self._metadata(what))
+
+    def _metadata(self, what: str) -> summary_pb2.SummaryMetadata:
+        content: dict[str, Any] = {
+            "version": VERSION, "kind": self._kind, "sites": [[site.path, site.index] for site in self._position],
+        }  # fmt: skip
+        if what:
+            content["encoding"] = "zlib of a .npy array [sites, buckets]"
+        else:
+            content["columns"] = list(STORED_COLUMNS)
+        return summary_pb2.SummaryMetadata(
+            plugin_data=summary_pb2.SummaryMetadata.PluginData(
+                plugin_name=PLUGIN, content=json.dumps(content, separators=(",", ":")).encode()
+            ),
+            data_class=summary_pb2.DATA_CLASS_TENSOR,
+        )
+
+
+def encode_values(values: Floats) -> tensor_pb2.TensorProto:
+    """Rows as a float32 tensor [sites, STORED_COLUMNS]; a site not seen in the step has count 0."""
+    stored = values.copy()
+    stored[:, M2] = np.sqrt(values[:, M2] / np.maximum(stats.finite(values), 1.0))
+    stored[:, BASE] = np.sqrt(values[:, BASE])
+    with np.errstate(over="ignore"):
+        content = stored.astype("<f4").tobytes()
+    dims = [tensor_shape_pb2.TensorShapeProto.Dim(size=size) for size in stored.shape]
+    shape = tensor_shape_pb2.TensorShapeProto(dim=dims)
+    return tensor_pb2.TensorProto(dtype=types_pb2.DT_FLOAT, tensor_shape=shape, tensor_content=content)
+
+
+def decode_values(array: NDArray[np.float32]) -> Floats:
+    """Rows from a stored float32 tensor."""
+    values = array.astype(np.float64)
+    values[:, M2] = np.square(values[:, M2]) * np.maximum(stats.finite(values), 0.0)
+    values[:, BASE] = np.square(values[:, BASE])
+    return values
+
+
+def _smallest(counts: NDArray[np.integer[Any]]) -> str:
+    return "<u4" if counts.max(initial=0) < 2**32 else "<u8"
+
+
+def encode_counts(counts: NDArray[np.integer[Any]]) -> tensor_pb2.TensorProto:
+    """Bucket counts as one compressed string: most of the 385 buckets of a site are empty.
+
+    What repeats is zeros. To look for nothing else is faster, and smaller than what level 1 finds.
+    """
+    counts = np.ascontiguousarray(counts, dtype=_smallest(counts))
+    head = io.BytesIO()
+    np.lib.format.write_array_header_1_0(head, np.lib.format.header_data_from_array_1_0(counts))
+    squeeze = zlib.compressobj(level=1, memLevel=9, strategy=zlib.Z_RLE)
+    content = b"".join((squeeze.compress(head.getvalue()), squeeze.compress(counts.data), squeeze.flush()))
+    shape = tensor_shape_pb2.TensorShapeProto(dim=[tensor_shape_pb2.TensorShapeProto.Dim(size=1)])
+    return tensor_pb2.TensorProto(dtype=types_pb2.DT_STRING, tensor_shape=shape, string_val=[content])
+
+
+def decode_counts(content: bytes) -> Counts:
+    """Bucket counts from a stored string."""
+    return np.load(io.BytesIO(zlib.decompress(content)), allow_pickle=False).astype(np.int64)  # type: ignore[no-any-return]
