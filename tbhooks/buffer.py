@@ -16,13 +16,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tbhooks import buckets, kernel, rows, stats
+from tbhooks import buckets, kernel, rows, stats, together, triton_rows
 from tbhooks.frame import Site
 from tbhooks.kernel import NOWHERE, Address
+from tbhooks.parts import Block
 from tbhooks.pending import Copy, Pending, Scalars, Span
+from tbhooks.unfinished import Unfinished
 
 # Torch reductions make temporaries of the tensor's size: larger tensors are read in parts this long.
-PART = 1 << 22
+PART = 1 << 20
 # A step that never ends must not eat the device: past this many bytes of records, calls go unseen.
 MOST_BYTES = 256 << 20
 
@@ -56,6 +58,7 @@ class Buffer:
         self.records = 0
         self.used = 0
         self.overflowed = False
+        self.unfinished = Unfinished(device)
         self._grow(max(capacity, 64))
 
     def take(self) -> int | None:
@@ -84,13 +87,17 @@ class Buffer:
         row = self._address + record * self.record_bytes
         return row, row + self.row_bytes if self.with_buckets else NOWHERE
 
-    def pack(self) -> Tensor:
-        """All used records as one tensor on the device."""
-        left, parts = self.used, []
+    def pack(self) -> tuple[Tensor, int]:
+        """All used records as one tensor on the device, and how many bytes of parts lie behind them."""
+        self.unfinished.wait_for_streams()
+        left, packed = self.used, []
         for chunk in self._chunks:
-            parts.append(chunk[: min(left, len(chunk))])
+            packed.append(chunk[: min(left, len(chunk))])
             left = max(0, left - len(chunk))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        parts = self.unfinished.packed()
+        if parts is not None:
+            return torch.cat([*(chunk.view(-1) for chunk in packed), parts]), len(parts)
+        return (packed[0] if len(packed) == 1 else torch.cat(packed)), 0
 
     def reset(self) -> None:
         """Makes all records fresh, in one chunk that fits what the last step needed."""
@@ -101,6 +108,7 @@ class Buffer:
         elif self.with_buckets:
             self._chunks[0][: self.used].zero_()
         self.used, self.overflowed = 0, False
+        self.unfinished.forget()
 
     def _grow(self, records: int) -> None:
         with torch.inference_mode(False):
@@ -121,14 +129,14 @@ class Buffer:
 
 
 def _copy_out(buffer: Buffer) -> Copy:
-    packed = buffer.pack()
+    packed, part_bytes = buffer.pack()
     cuda = buffer.device.type == "cuda"
     host = torch.empty(packed.shape, dtype=packed.dtype, device="cpu", pin_memory=cuda)
     host.copy_(packed, non_blocking=cuda)
     event = torch.cuda.Event() if cuda else None  # type: ignore[no-untyped-call]
     if event is not None:
         event.record(torch.cuda.current_stream(buffer.device))
-    return Copy(host, buffer.row_type, event)
+    return Copy(host, buffer.row_type, event, buffer.unfinished.blocks, buffer.record_bytes, part_bytes)
 
 
 Reduce = Callable[[Tensor, Buffer, int], None]
@@ -142,9 +150,18 @@ def reduce_by_kernel(numbers: Tensor, buffer: Buffer, record: int) -> None:
 
 def reduce_by_torch(numbers: Tensor, buffer: Buffer, record: int) -> None:
     """For devices, and where there is no C kernel."""
-    rows.write_row(numbers, buffer.row(record))
-    if buffer.with_buckets:
-        buckets.add_counts(numbers, buffer.counts(record))
+    counts = buffer.counts(record) if buffer.with_buckets else None
+    if triton_rows.can_read(numbers):
+        buffer.unfinished.note_stream()
+        if triton_rows.reduce(numbers, buffer.row(record), counts):
+            return
+    if numbers.is_cpu or numbers.numel() == 0:
+        rows.write_row(numbers, buffer.row(record))
+    else:
+        size = numbers.numel()
+        buffer.unfinished.hold(Block([record], [size], size), rows.reduce(numbers, buffer.row_type))
+    if counts is not None:
+        buckets.add_counts(numbers, counts)
 
 
 def _reduce_divided(scale: Tensor) -> Reduce:
@@ -256,6 +273,21 @@ class Recorder:
                 self.calls.append((site, (number, record, record + 1)))
             kernel.reduce_all(jobs)
 
+    def record_together(self, wanted: Sequence[together.Wanted]) -> None:
+        """Reduces many small tensors of devices in a few launches."""
+        with self._lock, torch.no_grad():
+            for group in together.groups(wanted):
+                made = together.block(group)
+                number, buffer = self._buffer(made)
+                records = [record for record in (buffer.take() for _ in group) if record is not None]
+                if len(records) < len(group):  # it has overflowed, and says so
+                    return
+                block = Block(records, [tensor.numel() for _, tensor, _, _ in group], made.size(1), shifted=True)
+                buffer.unfinished.hold(block, together.reduce(made, buffer.row_type))
+                if buffer.with_buckets:
+                    together.count(made, [buffer.counts(record) for record in records])
+                self.calls += [(want[0], (number, i, i + 1)) for want, i in zip(group, records, strict=True)]
+
     def record_difference(self, site: int, after: Tensor, before: Tensor) -> None:
         """Reduces `after - before` for a site; `before` may be overwritten."""
         with self._lock, torch.no_grad():
@@ -335,7 +367,7 @@ class Recorder:
                 return self._record_parts(numbers, PART, _reduce_divided(scale))
             if kernel.can_read(numbers):
                 return self._record_parts(numbers, MOST_COUNT, reduce_by_kernel)
-            return self._record_parts(numbers, PART, reduce_by_torch)
+            return self._record_parts(numbers, MOST_COUNT if triton_rows.takes(numbers) else PART, reduce_by_torch)
 
     def _record_parts(self, numbers: Tensor, longest: int, reduce: Reduce) -> Span:
         number, buffer = self._buffer(numbers)

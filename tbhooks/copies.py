@@ -6,7 +6,7 @@ than to fill. On devices, whose allocators keep memory anyway, they are clones. 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -46,10 +46,18 @@ class Copies:
         self._places[key] = start, parameter.dtype, parameter.shape
         return self._block.data_ptr() + start
 
-    def clone(self, key: int, parameter: Tensor) -> None:
-        """Copies a parameter that cannot be copied while it is read."""
-        self._places.pop(key, None)
-        self._clones[key] = parameter.detach().clone()
+    def clone(self, parameters: Mapping[int, Tensor]) -> None:
+        """Copies parameters that cannot be copied while they are read; all of a device together."""
+        together: list[int] = []
+        for key, parameter in parameters.items():
+            self._places.pop(key, None)
+            if hasattr(parameter, "to_local"):  # spread over ranks: not every operation on many knows these
+                self._clones[key] = parameter.detach().clone()
+            else:
+                together.append(key)
+                self._clones[key] = torch.empty_like(parameter.detach())
+        if together:
+            torch._foreach_copy_([self._clones[k] for k in together], [parameters[k].detach() for k in together])
 
     def take_place(self, key: int, parameter: Tensor) -> Address | None:
         """Where the copy lies, if it was placed and the parameter is still of its type and shape. Once."""

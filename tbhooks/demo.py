@@ -15,7 +15,6 @@ from tbhooks.errors import TbhooksError
 from tbhooks.render import table
 from tbhooks.watch import Watch, watch
 
-
 GOOD_RATE, RATE_TOO_HIGH = 0.002, 0.2
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from tbhooks import scaling
+from tbhooks import scaling, triton_rows
 from tbhooks.autograd import unrecorded
 from tbhooks.buffer import Recorder
 from tbhooks.clock import Clock
@@ -332,6 +332,8 @@ class Loop:
         for (step, tag), value in self._held.items():
             self.recorder.scalar(tag, value, earlier_step=step)
         self._held = {}
+        if triton_rows.failure:
+            self._report.tell(f"Triton is installed and does not work; torch operations serve: {triton_rows.failure}")
         return self.recorder.pack(label, self._rank)
 
     def _begin_if_due(self) -> None:

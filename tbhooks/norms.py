@@ -45,6 +45,9 @@ def _by_kernel(tensors: Sequence[Tensor]) -> Tensor:
 def _by_torch(tensors: Sequence[Tensor]) -> Tensor:
     """In float32 at least: the squares of half precision overflow."""
     wide = torch.float64 if tensors[0].device.type == "cpu" else torch.float32
-    norms = [torch.linalg.vector_norm(t, dtype=wide if t.dtype.itemsize < 8 else None) for t in tensors]
+    narrow = [t for t in tensors if t.dtype.itemsize < 8]
+    others = [t for t in tensors if t.dtype.itemsize >= 8]
+    norms: list[Tensor] = list(torch._foreach_norm(narrow, 2, dtype=wide)) if narrow else []
+    norms += torch._foreach_norm(others, 2) if others else ()
     total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(wide) for norm in norms]))
     return total

@@ -9,14 +9,14 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
-from tbhooks import select
+from tbhooks import select, together
 from tbhooks.buffer import NO_SITE, Recorder, Wanted, can_be_one_of_many
 from tbhooks.copies import Copies
 from tbhooks.frame import RAW_GRADIENT_NORM, Site
@@ -35,6 +35,13 @@ class _Mark:
 
     def is_still(self, gradient: Tensor) -> bool:
         return self.gradient() is gradient and gradient._version == self.version
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    by_kernel: list[Wanted] = field(default_factory=list)
+    small: list[together.Wanted] = field(default_factory=list)
+    clones: dict[int, Tensor] = field(default_factory=dict)
 
 
 class ParameterReader:
@@ -129,13 +136,15 @@ class ParameterReader:
                     self._read_gradient(key, batch, self._scales.get(key))
 
     @contextlib.contextmanager
-    def _batch(self) -> Iterator[list[Wanted]]:
+    def _batch(self) -> Iterator[_Batch]:
         """What is put into it is read together in the end, and before anything else can change it."""
-        batch: list[Wanted] = []
+        batch = _Batch()
         try:
             yield batch
         finally:
-            self._recorder.record_all(batch)
+            self._recorder.record_all(batch.by_kernel)
+            self._recorder.record_together(batch.small)
+            self._before.clone(batch.clones)
 
     def _stepped_by(self, optimizer: Optimizer) -> Iterator[int]:
         self._look_up()
@@ -165,32 +174,36 @@ class ParameterReader:
             self._sites[name] = self._recorder.number(Site(*name))
         return self._sites[name]
 
-    def _read_weight(self, key: int, batch: list[Wanted], keep: bool) -> None:
+    def _read_weight(self, key: int, batch: _Batch, keep: bool) -> None:
         """`keep`: and keeps a copy of it, to tell the update from."""
         parameter, site = self._tensors[key], self._site(key, "weight")
         fresh = key not in self._read and site != NO_SITE
         self._read.add(key)
         if fresh and can_be_one_of_many(parameter):
             copy = self._before.place(key, parameter) if keep else NOWHERE
-            batch.append((site, parameter, copy or NOWHERE, NOWHERE))
+            batch.by_kernel.append((site, parameter, copy or NOWHERE, NOWHERE))
             fresh, keep = False, copy is None
         if keep:
-            self._before.clone(key, parameter)
-        if fresh and self._recorder.record(site, parameter) is None:
+            batch.clones[key] = parameter
+        if fresh and together.fits(parameter):
+            batch.small.append((site, parameter, None, None))
+        elif fresh and self._recorder.record(site, parameter) is None:
             why = f"{describe(parameter)}: only real numbers have statistics"
             self._report.cannot_see(f"weight/{self._paths[key]}", why)
 
-    def _read_update(self, key: int, batch: list[Wanted]) -> None:
+    def _read_update(self, key: int, batch: _Batch) -> None:
         site, parameter = self._site(key, "update"), self._tensors[key]
         copy = self._before.take_place(key, parameter) if can_be_one_of_many(parameter) else None
         if copy is not None:
-            batch.append((site, parameter, NOWHERE, copy))
+            batch.by_kernel.append((site, parameter, NOWHERE, copy))
             return
         before = self._before.take(key)
-        if before is not None:
+        if before is not None and together.fits(parameter):
+            batch.small.append((site, parameter, before, None))
+        elif before is not None:
             self._recorder.record_difference(site, parameter.detach(), before)
 
-    def _read_gradient(self, key: int, batch: list[Wanted], scale: Tensor | None) -> None:
+    def _read_gradient(self, key: int, batch: _Batch, scale: Tensor | None) -> None:
         site, gradient = self._site(key, "weight_gradient"), self._tensors[key].grad
         if site == NO_SITE or key in self._read_gradients:
             return
@@ -202,6 +215,8 @@ class ParameterReader:
             self._report.sees(f"weight_gradient/{self._paths[key]}")
         self._read_gradients.add(key)
         if scale is None and can_be_one_of_many(gradient):
-            batch.append((site, gradient, NOWHERE, NOWHERE))
+            batch.by_kernel.append((site, gradient, NOWHERE, NOWHERE))
+        elif together.fits(gradient):
+            batch.small.append((site, gradient, None, scale))
         else:
             self._recorder.record(site, gradient, scale)

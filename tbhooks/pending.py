@@ -5,6 +5,7 @@ Runs in the pump's thread. Reads host memory only; nothing here touches a device
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -13,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tbhooks import stats
+from tbhooks import parts, stats
 from tbhooks.frame import GRADIENT_NORM, NONFINITE_SINCE, Frame, Site
 
 Number = TypeVar("Number", np.float64, np.int64)
@@ -25,22 +26,36 @@ Scalars = dict[str, tuple[int, int, int] | float]
 
 @dataclass(frozen=True)
 class Copy:
-    """Records on their way to the host."""
+    """Records on their way to the host, and behind them the parts that rows of some are made of here."""
 
     host: Tensor
     row_type: torch.dtype
     event: torch.cuda.Event | None
+    unfinished: Sequence[parts.Block] = ()
+    record_bytes: int = 0
+    part_bytes: int = 0
 
     def wait(self) -> None:
         if self.event is not None:
             self.event.synchronize()
 
     def rows(self) -> stats.Floats:
-        data = self.host[:, : stats.WIDTH * self.row_type.itemsize].view(self.row_type)
-        return np.asarray(data, dtype=np.float64)
+        data = self._records()[:, : stats.WIDTH * self.row_type.itemsize].view(self.row_type)
+        rows: stats.Floats = np.asarray(data, dtype=np.float64)
+        if self.unfinished:
+            rows = rows.copy()
+            behind = self.host[len(self.host) - self.part_bytes :].view(self.row_type)
+            records, values = parts.gather(np.asarray(behind, dtype=np.float64), self.unfinished)
+            rows[records] = values
+        return rows
+
+    def _records(self) -> Tensor:
+        if not self.unfinished:
+            return self.host
+        return self.host[: len(self.host) - self.part_bytes].view(-1, self.record_bytes)
 
     def counts(self) -> stats.Counts:
-        data = self.host[:, stats.WIDTH * self.row_type.itemsize :].view(torch.int32)
+        data = self._records()[:, stats.WIDTH * self.row_type.itemsize :].view(torch.int32)
         return np.asarray(data[:, : stats.BUCKETS], dtype=np.int64)
 
 

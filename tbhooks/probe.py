@@ -66,6 +66,8 @@ class Probe:
         self.placement = Placement(self, self._model, selector, recorder.kinds, self._functional, report)
         self.units = Units()
         self._lock = threading.RLock()
+        # What runs into a CUDA graph has no numbers yet, and would be run again with every replay.
+        self._is_captured = torch.cuda.is_current_stream_capturing if torch.cuda.is_available() else bool
         self._trained = False
         self._read_evaluation = False
 
@@ -219,7 +221,7 @@ class Probe:
 
     def saw_gradient(self, hook: GradientHook, gradient: Tensor) -> None:
         seen = self.seen
-        if seen is None or hook.step is not seen:
+        if seen is None or hook.step is not seen or self._is_captured():
             return
         report = self._report
         started = report.enter()
@@ -292,7 +294,7 @@ class Probe:
     def _destination(self) -> Recorder | None:
         """Where the forward that is running is read into; None where it is not."""
         model = self._model()
-        if model is None:
+        if model is None or self._is_captured():
             return None
         if not self.admits(model):
             return self.evaluation

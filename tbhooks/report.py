@@ -49,6 +49,8 @@ class Stats:
     """Steps that a GradScaler left out because of infinite gradients."""
     kernel: str
     """What reduces CPU tensors: "C", or "torch" where the package was built without a compiler."""
+    device_kernel: str
+    """What reduces CUDA tensors: "triton" where it is installed, or "torch", followed by why if it failed."""
 
 
 @dataclass

@@ -17,7 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from tbhooks import arguments, evaluation, kernel, process
+from tbhooks import arguments, evaluation, kernel, process, triton_rows
 from tbhooks import rules as judgement
 from tbhooks.clock import MODES
 from tbhooks.compiled import never_compiled
@@ -236,7 +236,8 @@ class Watch:
             steps=loop.clock.count, logged=loop.logged, hooks_fired=report.hooks_fired, unseen=dict(report.unseen),
             aliases=dict(loop.probe.placement.aliases), errors=report.errors, dropped=report.dropped,
             messages=tuple(report.messages), seconds_training=report.seconds_training,
-            seconds_pump=report.seconds_pump, clock=loop.clock.mode, kernel=kernel.name(), skipped=loop.scaler.skipped,
+            seconds_pump=report.seconds_pump, clock=loop.clock.mode, skipped=loop.scaler.skipped,
+            kernel=kernel.name(), device_kernel=triton_rows.name(),
         )  # fmt: skip
 
     def __enter__(self) -> Watch:

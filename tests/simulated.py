@@ -58,6 +58,13 @@ _INDEXING = {
     aten.index_put_.default,
     aten._index_put_impl_.default,
 }
+_NO_KERNEL = {
+    aten.empty.memory_format,
+    aten.empty_strided.default,
+    aten.empty_like.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+}
 # Operations that may legitimately see both devices at once; index tensors are moved implicitly.
 _CROSSING = _INDEXING | {
     aten._to_copy.default,
@@ -79,6 +86,11 @@ class Log:
         self.copies: list[tuple[int, ...]] = []
         self.syncs: int = 0
         self.ops: Counter[str] = Counter()
+        self.launches: Counter[str] = Counter()
+        """Operations that a device would start a kernel for: no views and no mere allocations."""
+        self.peak_bytes: int = 0
+        """The most that all tensors made since then have held at once; not what is hidden inside an operation."""
+        self._before = _Lease.held
 
     def __enter__(self) -> Self:
         Log._open.append(self)
@@ -92,12 +104,36 @@ class Log:
         self.copies.clear()
         self.syncs = 0
         self.ops.clear()
+        self.launches.clear()
+        self.peak_bytes, self._before = 0, _Lease.held
+
+
+class _Lease:
+    """Bytes a live tensor of the device holds; each storage counts once."""
+
+    held: ClassVar[int] = 0
+    _users: ClassVar[Counter[int]] = Counter()
+
+    def __init__(self, host: Tensor) -> None:
+        storage = host.untyped_storage()
+        self._place, self._size = storage.data_ptr(), storage.nbytes()
+        _Lease._users[self._place] += 1
+        if _Lease._users[self._place] == 1:
+            _Lease.held += self._size
+            for log in Log._open:
+                log.peak_bytes = max(log.peak_bytes, _Lease.held - log._before)
+
+    def __del__(self) -> None:
+        _Lease._users[self._place] -= 1
+        if _Lease._users[self._place] == 0:
+            _Lease.held -= self._size
 
 
 class SimTensor(Tensor):
     """A tensor that claims to live on `DEVICE`; ``host`` is the CPU tensor that holds its data."""
 
     host: Tensor
+    _lease: _Lease
 
     @staticmethod
     def __new__(cls, host: Tensor) -> Self:
@@ -114,6 +150,7 @@ class SimTensor(Tensor):
                 device=DEVICE,
             )
         wrapper.host = host
+        wrapper._lease = _Lease(host)
         return wrapper
 
     # Assigning `.data` swaps the C++ half of a tensor only; the Python half has to follow.
@@ -221,6 +258,7 @@ def _record(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     synced = _waits_for_data(func, args)
     for log in Log._open:
         log.ops[str(func)] += 1
+        log.launches[str(func)] += not (func.is_view or func in _NO_KERNEL)
         log.copies.extend(copies)
         log.syncs += synced
 

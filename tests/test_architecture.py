@@ -41,10 +41,14 @@ CAPTURE = {
     "scaling",
     "schedule",
     "seen",
+    "together",
     "tripwire",
+    "triton_kernels",
+    "triton_rows",
+    "unfinished",
     "units",
 }
-WITHOUT_TORCH = {"stats", "frame", "errors", "plain", "history", "rules"}
+WITHOUT_TORCH = {"stats", "frame", "errors", "plain", "parts", "history", "rules"}
 HOOKS = {"register_forward_hook", "register_forward_pre_hook", "register_hook"}
 WAITS_FOR_THE_DEVICE = {"item", "cpu", "tolist", "numpy"}
 MAY_PRINT = {"cli", "demo"}

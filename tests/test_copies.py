@@ -56,7 +56,7 @@ def test_a_later_clone_takes_the_place_of_what_was_placed() -> None:
     tensor = torch.randn(4)
     copies = made(tensor)
     write(copies.place(0, tensor), tensor)
-    copies.clone(0, tensor + 1)
+    copies.clone({0: tensor + 1})
     assert copies.take_place(0, tensor) is None
     taken = copies.take(0)
     assert taken is not None

@@ -6,12 +6,20 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import tbhooks
-from tests import simulated, twin, zoo
+from tbhooks import buffer, together
+from tbhooks.buffer import Recorder
+from tbhooks.frame import KINDS, Site
+from tests import reference, simulated, twin, zoo
+from tests.test_rows import DISTRIBUTIONS, LAYOUTS, REAL, SEEDS, SITE, reduced, tensor_of
+from tests.test_stats import assert_same_stats
 
 CASES = ["mlp", "cnn", "inplace_relu", "shared_module", "dict_output", "tied_weights", "resnet", "bert", "checkpointed"]
 
@@ -148,37 +156,166 @@ def test_an_unlogged_step_launches_one_small_sum_more_than_a_bare_one() -> None:
     assert launches(lambda model: tbhooks.watch(model, every=100)) == [n + 1 for n in bare]
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_cuda_never_syncs_in_a_step() -> None:
-    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1)).cuda()
-    optimizer = torch.optim.AdamW(model.parameters())
-    with tbhooks.watch(model, every=2) as watching:
-        for _ in range(3):  # the first steps may allocate
-            model(torch.ones(8, 64, device="cuda")).sum().backward()
-            optimizer.step()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            for _ in range(6):
-                loss = model(torch.ones(8, 64, device="cuda")).sum()
-                loss.backward()
-                optimizer.step()
-                watching.log({"loss": loss})
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    assert watching.stats.errors == 0
+# --- Guards: what a logged step may cost, counted ----------------------------------------------------
+
+ROW, BUCKETS = 6, 4
+NORMAL = (torch.float32, torch.bfloat16, torch.float64)
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_cuda_works_with_deterministic_algorithms() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 1)).cuda()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    torch.use_deterministic_algorithms(True)
+def recorder_on_device(tensor: Tensor, with_buckets: bool) -> Recorder:
+    """With everything made that is made once."""
+    recorder = Recorder(KINDS)
+    for _ in range(2):
+        recorder.begin(with_buckets)
+        recorder.record(recorder.number(SITE), tensor)
+        recorder.pack(0, 0)
+    recorder.begin(with_buckets)
+    return recorder
+
+
+def launches_of(tensor: Tensor, with_buckets: bool) -> int:
+    recorder = recorder_on_device(tensor, with_buckets)
+    with simulated.Log() as log:
+        recorder.record(recorder.number(SITE), tensor)
+    assert log.syncs == 0
+    assert not log.copies
+    return log.launches.total()
+
+
+@pytest.mark.parametrize("dtype", [*NORMAL, torch.float16], ids=str)
+def test_a_row_takes_six_launches(dtype: torch.dtype) -> None:
+    assert launches_of(simulated.put(torch.randn(40, 50).to(dtype)), with_buckets=False) == ROW
+
+
+@pytest.mark.parametrize("dtype", NORMAL, ids=str)
+def test_buckets_take_four_launches_more(dtype: torch.dtype) -> None:
+    assert launches_of(simulated.put(torch.randn(40, 50).to(dtype)), with_buckets=True) == ROW + BUCKETS
+
+
+def test_float16_is_widened_for_its_buckets() -> None:
+    assert launches_of(simulated.put(torch.randn(40, 50).half()), with_buckets=True) == ROW + BUCKETS + 1
+
+
+@pytest.mark.parametrize("with_buckets", [False, True])
+def test_temporaries_of_a_long_tensor_stay_those_of_one_part(with_buckets: bool) -> None:
+    part = 1000
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(buffer, "PART", part)
+        tensor = simulated.put(torch.randn(10 * part))
+        recorder = recorder_on_device(tensor, with_buckets)
+        with simulated.Log() as log:
+            recorder.record(recorder.number(SITE), tensor)
+    # Magnitudes, four masks and four masked float64 rows; the results are a few bytes of each part.
+    assert log.peak_bytes <= part * (4 + 4 + 4 * 8) + 50 * 1024
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dtype", [*NORMAL, torch.float16], ids=str)
+def test_numbers_are_right_with_and_without_deterministic_algorithms(dtype: torch.dtype, deterministic: bool) -> None:
+    torch.use_deterministic_algorithms(deterministic)
     try:
-        with tbhooks.watch(model, every=1) as watching:
-            model(torch.ones(2, 3, 8, 8, device="cuda")).sum().backward()
-            optimizer.step()
+        for distribution in DISTRIBUTIONS:
+            tensor = tensor_of((700,), dtype, distribution, "contiguous", 4)
+            reading = reduced(simulated.put(tensor))
+            assert_same_stats(lambda name, reading=reading: getattr(reading, name), reference.to_numpy(tensor))
+            assert np.array_equal(reading.counts, reference.bucket_counts(reference.to_numpy(tensor)))
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    st.integers(0, 900), st.sampled_from(REAL), st.sampled_from([*DISTRIBUTIONS]), st.sampled_from([*LAYOUTS]), SEEDS
+)
+def test_every_statistic_from_the_device_equals_the_reference(
+    n: int, dtype: torch.dtype, distribution: str, layout: str, seed: int
+) -> None:
+    tensor = tensor_of((n,), dtype, distribution, layout, seed)
+    reading = reduced(simulated.put(tensor))
+    assert_same_stats(lambda name: getattr(reading, name), reference.to_numpy(tensor))
+    assert np.array_equal(reading.counts, reference.bucket_counts(reference.to_numpy(tensor)))
+
+
+def test_equal_numbers_beside_nan_have_no_spread() -> None:
+    reading = reduced(simulated.put(torch.tensor([5.1] * 99 + [torch.nan])))
+    assert reading.std == 0.0
+    assert reading.mean == pytest.approx(float(np.float32(5.1)), rel=1e-12)
+
+
+# --- Many parameters together ---------------------------------------------------------------------
+
+
+def parameter_step(parameters: int, **options: Any) -> tuple[int, simulated.Log]:
+    """Launches of a logged step that a bare one does not make, and what crossed to the host."""
+    model = simulated.to_device(nn.Sequential(*(nn.Linear(8, 8) for _ in range(parameters // 2))))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = simulated.put(torch.ones(4, 8))
+
+    def step() -> int:
+        optimizer.zero_grad()
+        with simulated.Log() as log:
+            model(batch).sum().backward()
+            optimizer.step()
+        logs.append(log)
+        return log.launches.total()
+
+    logs: list[simulated.Log] = []
+    bare = [step() for _ in range(2)][-1]
+    with tbhooks.watch(model, every=1, kinds=("weight", "weight_gradient", "update"), **options) as watching:
+        watched = [step() for _ in range(3)][-1]
     assert watching.stats.errors == 0
+    return watched - bare, logs[-1]
+
+
+@pytest.mark.parametrize(("histograms", "most"), [(False, 60), (True, 80)])
+def test_five_hundred_parameters_cost_as_many_launches_as_ten(histograms: bool, most: int) -> None:
+    ten, _ = parameter_step(10, histograms=histograms)
+    many, log = parameter_step(500, histograms=histograms)
+    assert ten == many <= most
+    assert len(log.copies) == 1
+    assert log.syncs == 0
+
+
+def small_tensors(dtype: torch.dtype) -> list[Tensor]:
+    sizes = (1, 2, 63, 64, 65, 500, 512, 700, 4096, 5000)
+    return [
+        tensor_of((size,), dtype, distribution, "contiguous", seed)
+        for seed, size in enumerate(sizes)
+        for distribution in DISTRIBUTIONS
+    ]
+
+
+@pytest.mark.parametrize("dtype", [*NORMAL, torch.float16], ids=str)
+def test_small_tensors_reduced_together_equal_the_reference(dtype: torch.dtype) -> None:
+    recorder, tensors = Recorder(KINDS), small_tensors(dtype)
+    recorder.begin(with_buckets=True)
+    sites = [recorder.number(Site(f"p{i}", "weight")) for i in range(len(tensors))]
+    on_device = [simulated.put(tensor) for tensor in tensors]
+    assert all(together.fits(tensor) for tensor in on_device)
+    recorder.record_together([(site, tensor, None, None) for site, tensor in zip(sites, on_device, strict=True)])
+    frame = recorder.pack(0, 0).frames()[-1]
+    for i, tensor in enumerate(tensors):
+        reading, data = frame[f"p{i}", "weight"], reference.to_numpy(tensor)
+        assert_same_stats(lambda name, reading=reading: getattr(reading, name), data)
+        assert np.array_equal(reading.counts, reference.bucket_counts(data))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_differences_and_quotients_together_are_those_of_wide_numbers(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    after, before = torch.randn(300).to(dtype), torch.randn(300).to(dtype)
+    recorder = Recorder(KINDS)
+    recorder.begin(with_buckets=False)
+    scale = simulated.put(torch.tensor(1024.0))
+    update, gradient = (recorder.number(Site("p", kind)) for kind in ("update", "weight_gradient"))
+    recorder.record_together(
+        [
+            (update, simulated.put(after), simulated.put(before), None),
+            (gradient, simulated.put(after), None, scale),
+        ]
+    )
+    frame = recorder.pack(0, 0).frames()[-1]
+    difference = after.float() - before.float()
+    assert_same_stats(lambda name: getattr(frame["p", "update"], name), reference.to_numpy(difference))
+    divided = reference.to_numpy(after.float() / 1024)
+    assert_same_stats(lambda name: getattr(frame["p", "weight_gradient"], name), divided)
