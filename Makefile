@@ -3,22 +3,36 @@ VENV := .venv
 PYTHON := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint bench clinic look clean
+.PHONY: demo test test-browser test-triton lint bench clinic look clean
 
 demo: $(READY)  ## train a small CNN on digits, watched, and say how to look at it
 	$(PYTHON) -m tbhooks demo
 
 test: lint  ## everything CI runs
-	$(PYTHON) -m pytest -n 2 --durations 5
+	$(PYTHON) -m pytest -n 2 --dist loadgroup --durations 5
+
+test-browser: $(READY)  ## the TensorBoard tab in a real browser: Debian's chromium
+	$(PYTHON) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,browser]'
+	$(PYTHON) -m pytest tests/browser
+
+test-triton: $(READY)  ## the CUDA kernels in Triton's interpreter; 1 GB, kept apart from everything else
+	$(PYTHON) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --target $(VENV)/triton triton
+	TRITON_INTERPRET=1 PYTHONPATH=$(VENV)/triton $(PYTHON) -m pytest tests/test_triton_rows.py
 
 lint: $(READY)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
 
-bench: $(READY)  ## overhead and writing cost, with the peers beside them
+bench: $(READY)  ## everything the README claims about cost, with the peers beside it; ten minutes
+	$(PYTHON) benchmarks/rows.py
 	$(PYTHON) benchmarks/overhead.py
 	$(PYTHON) benchmarks/writing.py
+	$(PYTHON) benchmarks/disk.py
+	$(PYTHON) benchmarks/scaling.py
+	$(PYTHON) benchmarks/memory.py
+	$(PYTHON) benchmarks/plugin.py
+	$(PYTHON) benchmarks/plot.py
 	$(PYTHON) benchmarks/readme.py
 
 clinic: $(READY)  ## trainings with one illness each and healthy ones: what the rules say

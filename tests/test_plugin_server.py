@@ -32,6 +32,9 @@ from tbhooks.sinks.tensorboard import STORED_COLUMNS, TensorBoardSink
 from tests import frames, reference
 from tests.frames import make_frame
 
+# In one process: each would start servers of its own.
+pytestmark = pytest.mark.xdist_group("plugin_server")
+
 STEPS, MANY = 1500, 40
 OWN_SCALARS = 60
 PATIENCE_S = 120.0

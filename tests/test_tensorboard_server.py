@@ -22,6 +22,9 @@ from tbhooks import Frame, MemorySink
 from tbhooks import pump as pump_module
 from tests import frames
 
+# In one process: each would start servers of its own.
+pytestmark = pytest.mark.xdist_group("tensorboard_server")
+
 STEPS = 20
 PATIENCE_S = 60.0
 

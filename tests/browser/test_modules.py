@@ -45,6 +45,15 @@ def test_rows_stand_in_execution_order_below_their_modules(page: Any) -> None:
     assert rows == [[0, "b", True], [1, "x", False], [1, "y", False], [0, "a", False]]
 
 
+def test_gradients_stand_in_the_order_of_the_forward_pass(page: Any) -> None:
+    in_order = "m.inOrderOf(forward, backward).map((site) => site.name)"
+    backward = sites("(root)", "late", "head", "b", "a")
+    assert run(page, "matrix.js", in_order, forward=sites("a", "b", "head", "(root)"), backward=backward) == [
+        "a", "b", "head", "(root)", "late",
+    ]  # fmt: skip
+    assert run(page, "matrix.js", in_order, forward=[], backward=backward) == [site["name"] for site in backward]
+
+
 def test_a_group_that_holds_only_a_group_is_one_row(page: Any) -> None:
     rows = run(page, "tree.js", LABELS, given=sites("a.b.c.x", "a.b.c.y"), depth=9, toggled=[])
     assert rows == [[0, "a.b.c", True], [1, "x", False], [1, "y", False]]

@@ -3,24 +3,31 @@
  * Holds at most two matrices and the findings of their runs; knows nothing of the page.
  */
 
-import { append, createMatrix } from "./matrix.js";
+import { append, createMatrix, inOrderOf } from "./matrix.js";
 import { runNamed } from "./runs.js";
 
 const lastOf = (matrix) => (matrix.steps.length ? matrix.steps[matrix.steps.length - 1] : -1);
 const fits = (matrix, wish) => matrix !== null && ["run", "kind", "stat"].every((name) => matrix[name] === wish[name]);
 
-async function whole(api, wish) {
+/** What a run's list entry says about a kind; null if it is not there. */
+const entryOf = (list, { run, kind }) => runNamed(list, run)?.kinds.find((each) => each.kind === kind) ?? null;
+
+/** Gradients come last module first; they are shown in the order of the forward pass, as everything else is. */
+async function forwardSites(api, { run, kind }, list) {
+  const forward = kind === "gradient" ? { run, kind: "activation" } : null;
+  return forward && entryOf(list, forward) ? api.sites(forward) : [];
+}
+
+async function whole(api, wish, list) {
+  const first = forwardSites(api, wish, list);
   for (let attempt = 0; ; attempt++) {
-    const [sites, answer] = await Promise.all([api.sites(wish), api.matrix(wish)]);
+    const [sites, answer, forward] = await Promise.all([api.sites(wish), api.matrix(wish), first]);
     if (sites.length !== answer.header.sites && attempt < 3) continue; // a module turned up between the two answers
-    const matrix = createMatrix(wish, sites);
+    const matrix = createMatrix(wish, sites, inOrderOf(forward, sites));
     append(matrix, answer);
     return matrix;
   }
 }
-
-/** What a run's list entry says about a kind; null if it is not there. */
-const entryOf = (list, { run, kind }) => runNamed(list, run)?.kinds.find((each) => each.kind === kind) ?? null;
 
 export function createData(api) {
   const held = { a: null, b: null, findings: { a: [], b: [] } };
@@ -31,7 +38,7 @@ export function createData(api) {
 
   async function loadSide(side, wish, list) {
     if (wish === null) return { matrix: null, findings: [] };
-    const matrix = fits(held[side], wish) ? held[side] : await whole(api, wish);
+    const matrix = fits(held[side], wish) ? held[side] : await whole(api, wish, list);
     const known = held[side]?.run === wish.run;
     return { matrix, findings: known ? held.findings[side] : await findingsOf(list, wish.run) };
   }
@@ -44,7 +51,7 @@ export function createData(api) {
     const mark = `${entry.sites}|${entry.last_step}`;
     if (asked[side] === mark) return false;
     const anew = entry.sites !== matrix.sites.length || entry.last_step < lastOf(matrix);
-    const next = anew ? await whole(api, matrix) : matrix;
+    const next = anew ? await whole(api, matrix, list) : matrix;
     const answer = anew ? null : await api.matrix({ ...matrix, after: lastOf(matrix) });
     const findings = await findingsOf(list, matrix.run);
     if (held[side] !== matrix) return false;

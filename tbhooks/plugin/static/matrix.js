@@ -6,11 +6,19 @@
 
 export const siteKey = (site) => `${site.path}\u0000${site.index}`;
 
-/** An empty matrix for these sites; fill it with `append`. */
-export function createMatrix({ run, kind, stat }, sites) {
+/** An empty matrix for these sites; fill it with `append`. `shown`: the same sites in the order of their rows on show. */
+export function createMatrix({ run, kind, stat }, sites, shown = sites) {
   const place = new Map(sites.map((site, row) => [siteKey(site), row]));
   const rows = sites.map(() => ({ values: new Float32Array(0), bad: null }));
-  return { run, kind, stat, sites, place, rows, steps: [], edges: [], version: 0, incomplete: false, thinned: false };
+  const empty = { steps: [], edges: [], version: 0, incomplete: false, thinned: false };
+  return { run, kind, stat, sites, shown, place, rows, ...empty };
+}
+
+/** These sites in the order of others; what is not among those comes last, as it stands. */
+export function inOrderOf(others, sites) {
+  const place = new Map(others.map((site, i) => [siteKey(site), i]));
+  const placeOf = (site) => place.get(siteKey(site)) ?? others.length;
+  return others.length ? [...sites].sort((a, b) => placeOf(a) - placeOf(b)) : sites;
 }
 
 function grown(array, length, fill) {

@@ -10,7 +10,7 @@ const ROWS_AT_FIRST = [8, 60];
 
 /** Sites of both runs: those of the first, then what only the second has. */
 function unitedSites(a, b) {
-  return b ? [...a.sites, ...b.sites.filter((site) => !a.place.has(siteKey(site)))] : a.sites;
+  return b ? [...a.shown, ...b.shown.filter((site) => !a.place.has(siteKey(site)))] : a.shown;
 }
 
 /** Remembers the tree until the sites change. */
