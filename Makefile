@@ -3,7 +3,7 @@ VENV := .venv
 PYTHON := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-browser test-triton lint bench clinic look clean
+.PHONY: demo test test-browser test-triton lint bench notebooks clinic look clean
 
 demo: $(READY)  ## train a small CNN on digits, watched, and say how to look at it
 	$(PYTHON) -m tbhooks demo
@@ -34,6 +34,9 @@ bench: $(READY)  ## everything the README claims about cost, with the peers besi
 	$(PYTHON) benchmarks/plugin.py
 	$(PYTHON) benchmarks/plot.py
 	$(PYTHON) benchmarks/readme.py
+
+notebooks: $(READY)  ## runs them and keeps what they print
+	$(PYTHON) -m tests.test_notebooks
 
 clinic: $(READY)  ## trainings with one illness each and healthy ones: what the rules say
 	$(PYTHON) -m tests.clinic

@@ -16,6 +16,8 @@ class Workload:
     name: str
     build: Callable[[], nn.Module]
     loss: Callable[[nn.Module], Tensor]
+    steps_a_turn: int
+    """Enough that the wait for the last step's writing at a turn's end is shared by several."""
 
 
 def _gpt2() -> nn.Module:
@@ -35,7 +37,8 @@ def _resnet18() -> nn.Module:
     return ResNetForImageClassification(config)
 
 
-def _deep_mlp(layers: int = 500, width: int = 8) -> nn.Module:
+def chain(layers: int, width: int = 8) -> nn.Module:
+    """Layers so small that only their number costs anything."""
     return nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
 
 
@@ -44,8 +47,14 @@ _IMAGES = torch.randn(16, 3, 96, 96, generator=torch.Generator().manual_seed(0))
 _LABELS = torch.randint(10, (16,), generator=torch.Generator().manual_seed(0))
 _ROWS = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
 
+
+def chain_loss(model: nn.Module) -> Tensor:
+    """Of a `chain` of width 8."""
+    return model(_ROWS).square().mean()
+
+
 WORKLOADS = {
-    "gpt2": Workload("GPT-2, 6 layers, 8x128 tokens", _gpt2, lambda m: m(input_ids=_TOKENS, labels=_TOKENS).loss),
-    "resnet": Workload("ResNet-18, 16x96x96", _resnet18, lambda m: m(pixel_values=_IMAGES, labels=_LABELS).loss),
-    "mlp500": Workload("MLP of 500 tiny layers", _deep_mlp, lambda m: m(_ROWS).square().mean()),
+    "gpt2": Workload("GPT-2, 6 layers, 8x128 tokens", _gpt2, lambda m: m(input_ids=_TOKENS, labels=_TOKENS).loss, 3),
+    "resnet": Workload("ResNet-18, 16x96x96", _resnet18, lambda m: m(pixel_values=_IMAGES, labels=_LABELS).loss, 3),
+    "mlp500": Workload("MLP of 500 tiny layers", lambda: chain(500), chain_loss, 5),
 }

@@ -1,11 +1,14 @@
 """What watching costs a training step, beside what people use today.
 
-Every variant trains its own copy of the model; blocks of steps are interleaved in one run, so that a
-busy machine disturbs all alike. A block is timed from its first step until everything it logged is
-written, background thread included, and divided by its steps. Ratios of medians; the spread is the
-interquartile range. Prints a table and writes results/overhead.json.
+Every variant trains its own copy of the model; turns of a few steps alternate in one run, each round in another
+order, so that a busy machine disturbs all alike. A turn is timed from its first step until everything it logged is
+written, background thread included, and divided by its steps. `ratio` is the median over rounds of a turn over the
+bare turn of the same round, `spread` its interquartile range, `ratio_of_minima` the least turn over the least bare
+one. The peers, which need not be known as precisely, make one step in every third round.
 
-    python benchmarks/overhead.py [--rounds 12] [--models gpt2 resnet mlp500]
+    python benchmarks/overhead.py [--threads 1 | default | N] [--seconds 60] [--models gpt2 resnet mlp500]
+
+Prints tables and writes results/overhead.json (one thread) or results/overhead-N-threads.json.
 """
 
 from __future__ import annotations
@@ -16,8 +19,6 @@ import json
 import logging
 import os
 import platform
-import shutil
-import statistics
 import sys
 import tempfile
 import time
@@ -34,155 +35,174 @@ import readme
 import torch
 from models import WORKLOADS, Workload
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.tensorboard import SummaryWriter
 
-import tbhooks
+from tbhooks.bench import timing
+from tbhooks.bench.timing import NEVER, HostTimer, Observe, Observer, Timing, Trainee
 
-STEPS_A_BLOCK = 3
-NEVER = 10**9
+EVERY = 100
+FEWEST_ROUNDS = 6
+RESULTS = Path(__file__).parent / "results"
 
-Finish = Callable[[], None]
-
-
-def bare(_model: nn.Module, _directory: Path) -> Finish:
-    return lambda: None
-
-
-def _watched(**options: Any) -> Callable[[nn.Module, Path], Finish]:
-    def start(model: nn.Module, directory: Path) -> Finish:
-        watching = tbhooks.watch(model, SummaryWriter(str(directory)), **options)
-        return watching.flush
-
-    return start
+UNLOGGED, SCALARS, HISTOGRAMS = "tbhooks, step not logged", "tbhooks, logged, scalars", "tbhooks, logged, histograms"
+BY_HAND, WANDB = "hooks written by hand", 'wandb.watch(log="all"), no activations'
+PART = {peer: {"every_nth_round": 3, "most_steps_a_turn": 1} for peer in (BY_HAND, WANDB)}
 
 
-def by_hand(model: nn.Module, directory: Path) -> Finish:
+def by_hand(model: nn.Module, optimizer: Optimizer, directory: Path) -> Observer:
     """Hooks as tutorials write them: each tensor to the CPU, a scalar and a histogram for each."""
     writer = SummaryWriter(str(directory))
-    step = iter(range(NEVER))
+    at = 0
 
-    def log(tag: str, tensor: Tensor, at: int) -> None:
+    def log(tag: str, tensor: Tensor) -> None:
         values = tensor.detach().cpu()
         writer.add_scalar(f"{tag}.mean", values.mean(), at)
         writer.add_scalar(f"{tag}.std", values.std(), at)
         writer.add_histogram(tag, values, at)
 
-    current = [0]
     for name, module in model.named_modules():
         if not list(module.children()):
 
             def hook(_module: nn.Module, _args: Any, output: Any, name: str = name) -> None:
                 if isinstance(output, Tensor) and output.is_floating_point():
-                    log(f"activation/{name}", output, current[0])
+                    log(f"activation/{name}", output)
 
             module.register_forward_hook(hook)
 
-    def after(*_: Any) -> None:
+    def after_backward(*_: Any) -> None:
+        nonlocal at
         for name, parameter in model.named_parameters():
-            log(f"weight/{name}", parameter, current[0])
+            log(f"weight/{name}", parameter)
             if parameter.grad is not None:
-                log(f"gradient/{name}", parameter.grad, current[0])
-        current[0] = next(step)
+                log(f"gradient/{name}", parameter.grad)
+        at += 1
 
-    model._benchmark_after_backward = after
-    return writer.flush
+    optimizer.register_step_pre_hook(after_backward)
+    return Observer(writer.flush, writer.close)
 
 
-def wandb_watch(model: nn.Module, directory: Path) -> Finish:
+def wandb_watch(model: nn.Module, optimizer: Optimizer, directory: Path) -> Observer:
     import wandb
 
     directory.mkdir(parents=True)
     run = wandb.init(project="overhead", dir=str(directory), mode="offline", reinit="finish_previous")
     run.watch(model, log="all", log_freq=1)
-    model._benchmark_after_backward = lambda: run.log({})
-    return lambda: None
+    optimizer.register_step_pre_hook(lambda *_: run.log({}))
+    return Observer(close=run.finish)
 
 
-def variants() -> dict[str, Callable[[nn.Module, Path], Finish]]:
-    chosen: dict[str, Callable[[nn.Module, Path], Finish]] = {
-        "bare": bare,
-        "tbhooks, step not logged": _watched(every=NEVER),
-        "tbhooks, logged, scalars": _watched(every=1, histograms=False),
-        "tbhooks, logged, histograms": _watched(every=1, histograms=1),
-        "hooks written by hand": by_hand,
+def variants() -> dict[str, Observe]:
+    chosen: dict[str, Observe] = {
+        "bare": timing.bare,
+        UNLOGGED: timing.watched(every=NEVER),
+        SCALARS: timing.watched(every=1, histograms=False),
+        HISTOGRAMS: timing.watched(every=1, histograms=1),
+        BY_HAND: by_hand,
     }
     try:
         import wandb  # noqa: F401
     except ImportError:
         print("wandb is not installed: its row is left out", file=sys.stderr)
     else:
-        chosen['wandb.watch(log="all"), no activations'] = wandb_watch
+        chosen[WANDB] = wandb_watch
     return chosen
 
 
-class Trainee:
-    """One variant's model, optimizer and timings."""
-
-    def __init__(self, name: str, workload: Workload, model: nn.Module, start: Any, directory: Path) -> None:
-        self.name, self.workload, self.model = name, workload, model
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-        self.finish: Finish = start(model, directory)
-        self.seconds: list[float] = []
-
-    def block(self) -> None:
-        started = time.perf_counter()
-        for _ in range(STEPS_A_BLOCK):
-            self.workload.loss(self.model).backward()
-            if hasattr(self.model, "_benchmark_after_backward"):
-                self.model._benchmark_after_backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-        self.finish()
-        self.seconds.append((time.perf_counter() - started) / STEPS_A_BLOCK)
-
-
-def measure(workload: Workload, rounds: int, directory: Path) -> dict[str, dict[str, float]]:
+def measure(workload: Workload, seconds: float, directory: Path) -> dict[str, dict[str, float]]:
     torch.manual_seed(0)
-    original = workload.build()
+    original = workload.build().train()
     trainees = [
-        Trainee(name, workload, copy.deepcopy(original), start, directory / f"{i}")
-        for i, (name, start) in enumerate(variants().items())
+        Trainee(name, copy.deepcopy(original), workload.loss, observe, directory / f"{i}", **PART.get(name, {}))
+        for i, (name, observe) in enumerate(variants().items())
     ]
-    for number in range(rounds + 1):
+    for trainee in trainees:  # the first steps allocate, and are always logged
+        trainee.steps(2)
+    deadline = time.monotonic() + seconds
+
+    def progress(done: int, _of: int) -> None:
+        left = max(0.0, deadline - time.monotonic())
+        print(f"\r{workload.name}: round {done}, {left:.0f} s left ", end="", file=sys.stderr, flush=True)
+
+    try:
+        run_until(deadline, trainees, workload.steps_a_turn, progress)
+    finally:
         for trainee in trainees:
-            trainee.block()
-        if number == 0:  # the first round allocates and is always logged
-            for trainee in trainees:
-                trainee.seconds.clear()
-        print(f"\r{workload.name}: round {number} of {rounds} ", end="", file=sys.stderr, flush=True)
-    print(file=sys.stderr)
-    base = statistics.median(trainees[0].seconds)
-    return {trainee.name: _summary(trainee.seconds, base) for trainee in trainees}
+            trainee.close()
+        print(file=sys.stderr)
+    return summary([timing.compared(trainee, trainees[0]) for trainee in trainees])
 
 
-def _summary(seconds: list[float], base: float) -> dict[str, float]:
-    quartiles = statistics.quantiles(seconds, n=4)
-    return {
-        "median_ms": 1e3 * statistics.median(seconds),
-        "ratio": statistics.median(seconds) / base,
-        "spread": (quartiles[2] - quartiles[0]) / base,
-    }
+def run_until(deadline: float, trainees: list[Trainee], steps: int, progress: Callable[[int, int], None]) -> None:
+    """As many rounds as there is time for, and enough to tell a spread."""
+    timer, number = HostTimer(), 0
+    while number < FEWEST_ROUNDS or time.monotonic() < deadline:
+        timing.run_round(number, trainees, steps, timer)
+        number += 1
+        progress(number, 0)
+
+
+def summary(timings: list[Timing]) -> dict[str, dict[str, float]]:
+    unlogged = next(timed.ratio for timed in timings if timed.name == UNLOGGED)
+    told = {}
+    for timed in timings:
+        told[timed.name] = {
+            "median_ms": timed.milliseconds,
+            "ratio": timed.ratio,
+            "spread": timed.spread,
+            "ratio_of_minima": timed.ratio_of_minima,
+            "rounds": float(timed.rounds),
+        }
+        if timed.name in (SCALARS, HISTOGRAMS):
+            told[timed.name][f"average_at_{EVERY}"] = (timed.ratio + (EVERY - 1) * unlogged) / EVERY
+            # What unlogged steps cost is mostly less than the noise, which must not become a cost or a gain.
+            told[timed.name][f"average_at_{EVERY}_if_unlogged_is_bare"] = (timed.ratio + EVERY - 1) / EVERY
+    return told
+
+
+def details(names: dict[str, str], results: dict[str, dict[str, dict[str, float]]]) -> str:
+    """Both ratios and the computed averages."""
+    lines = ["", f"{'':32} {'median ms':>10} {'ratio':>7} {'spread':>7} {'of minima':>9} {'at every=100':>22} rounds"]
+    for key, result in results.items():
+        lines.append(names[key])
+        for name, row in result.items():
+            average = row.get(f"average_at_{EVERY}")
+            bare = row.get(f"average_at_{EVERY}_if_unlogged_is_bare")
+            shown = "" if average is None else f"{average:.4f} (or {bare:.4f})"
+            lines.append(
+                f"  {name[:30]:30} {row['median_ms']:10.2f} {row['ratio']:7.3f} {row['spread']:7.3f} "
+                f"{row['ratio_of_minima']:9.3f} {shown:>22} {row['rounds']:6.0f}"
+            )
+    lines.append(
+        f"at every={EVERY}: computed, (logged + {EVERY - 1} x not logged) / {EVERY}; or with those as bare steps"
+    )
+    return "\n".join(lines)
+
+
+def _threads(text: str) -> int:
+    return torch.get_num_threads() if text == "default" else int(text)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--threads", type=_threads, default=1, help='a number, or "default" for what torch takes')
+    parser.add_argument("--seconds", type=float, default=60.0, help="for each model (default: %(default)s)")
     parser.add_argument("--models", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "overhead.json")
+    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     logging.disable()
-    directory = Path(tempfile.mkdtemp())
-    try:
-        results = {key: measure(WORKLOADS[key], options.rounds, directory / key) for key in options.models}
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
-    machine = {"python": platform.python_version(), "torch": torch.__version__, "cpu_threads": options.threads}
-    options.out.parent.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
+        results = {key: measure(WORKLOADS[key], options.seconds, Path(directory) / key) for key in options.models}
     names = {key: WORKLOADS[key].name for key in results}
-    options.out.write_text(json.dumps({"machine": machine, "names": names, "results": results}, indent=1) + "\n")
+    out = options.out or RESULTS / (
+        "overhead.json" if options.threads == 1 else f"overhead-{options.threads}-threads.json"
+    )
+    out.parent.mkdir(exist_ok=True)
+    machine = {"python": platform.python_version(), "torch": torch.__version__, "cpu_threads": options.threads}
+    out.write_text(json.dumps({"machine": machine, "names": names, "results": results}, indent=1) + "\n")
     print(readme.overhead_table(names, results))
+    print(details(names, results))
 
 
 if __name__ == "__main__":

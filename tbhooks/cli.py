@@ -17,6 +17,8 @@ from tbhooks.runs import compare, digest
 
 # Exit codes of `check`, and of anything that cannot do what it was asked.
 FOUND, UNREADABLE = 1, 2
+# What shells make of Ctrl-C.
+INTERRUPTED = 130
 # A run that is read in a moment needs no progress line.
 _WORTH_A_LINE = 64 << 20
 
@@ -33,6 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_demo(verbs.add_parser("demo", help="train a small CNN on handwritten digits, watched"))
     _add_report(verbs.add_parser("report", help="what a run looks like, layer by layer, and what is wrong with it"))
     _add_check(verbs.add_parser("check", help="one line a finding; exit code 1 if there is one that counts"))
+    _add_bench(verbs.add_parser("bench", help="what watching costs on this machine, with your model"))
     listing = verbs.add_parser("rules", help="what is looked for in a run")
     listing.set_defaults(verb=_rules)
     options = parser.parse_args(arguments)
@@ -160,6 +163,64 @@ def _rules(_options: argparse.Namespace) -> int:
         paragraph = (inspect.getdoc(rule) or "").partition("\n\n")[0]
         _print(f"{name}\n    {' '.join(paragraph.split())}")
     return 0
+
+
+# --- bench --------------------------------------------------------------------------------------------
+
+
+def _add_bench(bench: argparse.ArgumentParser) -> None:
+    bench.description = (
+        "Trains copies of a model side by side, bare and watched, and says what watching costs. MODULE:FACTORY is a "
+        "function of yours, from this directory or installed, that returns (model, loss_function) with "
+        "loss_function(model) -> loss, or (model, example_inputs): a tensor, a tuple, or a dict of keyword arguments. "
+        "A factory with a parameter named device is given the device."
+    )
+    bench.add_argument("--model", metavar="MODULE:FACTORY", help="what to train (default: a small transformer)")
+    bench.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default: %(default)s)")
+    bench.add_argument("--every", type=int, default=100, metavar="N", help="the every of watch (default: %(default)s)")
+    bench.add_argument("--steps", type=int, metavar="N", help="timed steps of each way (default: what fits a minute)")
+    bench.add_argument(
+        "--threads", type=int, metavar="N", help="CPU threads of torch (default: as many as torch takes)"
+    )
+    bench.add_argument("--json", metavar="FILE", help="write the numbers there too")
+    bench.set_defaults(verb=_bench)
+
+
+def _bench(options: argparse.Namespace) -> int:
+    try:
+        return _with_runs("bench", lambda: _measured(options))
+    except KeyboardInterrupt:
+        print("\ntbhooks bench: stopped", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _measured(options: argparse.Namespace) -> int:
+    import torch  # noqa: PLC0415  the other commands do without
+
+    from tbhooks import bench  # noqa: PLC0415
+    from tbhooks.arguments import whole_number  # noqa: PLC0415
+
+    if options.threads is not None:
+        torch.set_num_threads(whole_number("threads", options.threads))
+    for name in ("every", "steps"):
+        if getattr(options, name) is not None:
+            whole_number(name, getattr(options, name))
+    workload = bench.load(options.model, bench.device_named(options.device))
+    result = bench.measure(workload, options.every, options.steps, _tell, _rounds_done)
+    if options.json:
+        Path(options.json).write_text(digest.as_json(result.to_dict()) + "\n", encoding="utf-8")
+    _print(bench.text(result))
+    return 0
+
+
+def _tell(message: str) -> None:
+    print(f"tbhooks bench: {message}", file=sys.stderr, flush=True)
+
+
+def _rounds_done(done: int, total: int) -> None:
+    if sys.stderr.isatty():
+        line = f"\rround {done} of {total}" if done < total else "\r\x1b[K"
+        print(line, end="", file=sys.stderr, flush=True)
 
 
 # --- What they share ----------------------------------------------------------------------------------

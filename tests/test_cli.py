@@ -72,4 +72,4 @@ def test_the_demos_run_is_reported_checked_and_made_a_page(tmp_path: Path) -> No
 
 def test_help_names_every_command() -> None:
     shown = run("--help").stdout
-    assert all(verb in shown for verb in ("demo", "report", "check", "rules"))
+    assert all(verb in shown for verb in ("demo", "report", "check", "bench", "rules"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import doctest
 import importlib
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,7 @@ def test_the_tables_are_those_the_benchmarks_measured(monkeypatch: pytest.Monkey
 
 
 def test_the_example_of_watch_runs() -> None:
-    module = sys.modules["tbhooks.watch"]
+    module = importlib.import_module("tbhooks.watch")
     assert doctest.testmod(module).attempted > 0
     assert doctest.testmod(module).failed == 0
 
