@@ -29,7 +29,7 @@ import gc, os, signal, sys, time, weakref
 import torch
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
-import tbhooks, tbhooks.pump
+import tbhooks, tbhooks.process, tbhooks.pump
 
 tbhooks.pump.QUEUE_STEPS = 10_000
 torch.set_num_threads(1)
