@@ -1,10 +1,10 @@
 """What watching costs a training step, beside what people use today.
 
-Every variant trains its own copy of the model; turns of a few steps alternate in one run, each round in another
-order, so that a busy machine disturbs all alike. A turn is timed from its first step until everything it logged is
-written, background thread included, and divided by its steps. `ratio` is the median over rounds of a turn over the
-bare turn of the same round, `spread` its interquartile range, `ratio_of_minima` the least turn over the least bare
-one. The peers, which need not be known as precisely, make one step in every third round.
+All variants train the same model, each observing it in its own turns; turns of a few steps alternate in one run, each
+round in another order, so that a busy machine disturbs all alike. A turn is timed from its second step until everything
+it logged is written, background thread included, and divided by its steps. `ratio` is the median over rounds of a turn
+over the bare turn of the same round, `spread` its interquartile range, `ratio_of_minima` the least turn over the least
+bare one. The peers, which need not be known as precisely, make one step in every third round.
 
     python benchmarks/overhead.py [--threads 1 | default | N] [--seconds 60] [--models gpt2 resnet mlp500]
 
@@ -14,7 +14,6 @@ Prints tables and writes results/overhead.json (one thread) or results/overhead-
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import logging
 import os
@@ -23,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ PART = {peer: {"every_nth_round": 3, "most_steps_a_turn": 1} for peer in (BY_HAN
 def by_hand(model: nn.Module, optimizer: Optimizer, directory: Path) -> Observer:
     """Hooks as tutorials write them: each tensor to the CPU, a scalar and a histogram for each."""
     writer = SummaryWriter(str(directory))
-    at = 0
+    at, handles = 0, []
 
     def log(tag: str, tensor: Tensor) -> None:
         values = tensor.detach().cpu()
@@ -62,13 +62,13 @@ def by_hand(model: nn.Module, optimizer: Optimizer, directory: Path) -> Observer
         writer.add_histogram(tag, values, at)
 
     for name, module in model.named_modules():
-        if not list(module.children()):
+        if not module._modules:
 
             def hook(_module: nn.Module, _args: Any, output: Any, name: str = name) -> None:
                 if isinstance(output, Tensor) and output.is_floating_point():
                     log(f"activation/{name}", output)
 
-            module.register_forward_hook(hook)
+            handles.append(module.register_forward_hook(hook))
 
     def after_backward(*_: Any) -> None:
         nonlocal at
@@ -78,18 +78,34 @@ def by_hand(model: nn.Module, optimizer: Optimizer, directory: Path) -> Observer
                 log(f"gradient/{name}", parameter.grad)
         at += 1
 
-    optimizer.register_step_pre_hook(after_backward)
-    return Observer(writer.flush, writer.close)
+    handles.append(optimizer.register_step_pre_hook(after_backward))
+
+    return Observer(writer.flush, lambda: _undo(handles, writer))
+
+
+def _undo(handles: list[Any], writer: SummaryWriter) -> None:
+    for handle in handles:
+        handle.remove()
+    writer.close()
+
+
+@cache
+def wandb_run() -> Any:
+    import wandb
+
+    return wandb.init(project="overhead", dir=tempfile.mkdtemp(), mode="offline")
 
 
 def wandb_watch(model: nn.Module, optimizer: Optimizer, directory: Path) -> Observer:
-    import wandb
-
-    directory.mkdir(parents=True)
-    run = wandb.init(project="overhead", dir=str(directory), mode="offline", reinit="finish_previous")
+    run = wandb_run()
     run.watch(model, log="all", log_freq=1)
-    optimizer.register_step_pre_hook(lambda *_: run.log({}))
-    return Observer(close=run.finish)
+    handle = optimizer.register_step_pre_hook(lambda *_: run.log({}))
+
+    def close() -> None:
+        handle.remove()
+        run.unwatch(model)
+
+    return Observer(close=close)
 
 
 def variants() -> dict[str, Observe]:
@@ -111,13 +127,13 @@ def variants() -> dict[str, Observe]:
 
 def measure(workload: Workload, seconds: float, directory: Path) -> dict[str, dict[str, float]]:
     torch.manual_seed(0)
-    original = workload.build().train()
+    model = workload.build().train()
+    optimizer = timing.make_optimizer(model)
     trainees = [
-        Trainee(name, copy.deepcopy(original), workload.loss, observe, directory / f"{i}", **PART.get(name, {}))
+        Trainee(name, model, workload.loss, observe, directory / f"{i}", shared=optimizer, **PART.get(name, {}))
         for i, (name, observe) in enumerate(variants().items())
     ]
-    for trainee in trainees:  # the first steps allocate, and are always logged
-        trainee.steps(2)
+    trainees[0].steps(2)
     deadline = time.monotonic() + seconds
 
     def progress(done: int, _of: int) -> None:

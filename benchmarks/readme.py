@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).parent
 README = HERE.parent / "README.md"
@@ -34,11 +35,80 @@ def writing_lines(seconds: dict[str, float], size: dict[str, float]) -> str:
     )
 
 
+def rows_line(ratios: dict[str, dict[str, float]]) -> str:
+    """What reading costs against the least there is."""
+    row, buckets = ([one[name] for one in ratios.values()] for name in ("row", "buckets"))
+    sizes = list(ratios)
+    return (
+        f"A full row takes {min(row):.1f} to {max(row):.1f} times as long as one `x.sum()` of the same tensor "
+        f"({sizes[0]} to {sizes[-1]} float32, one thread), its histogram "
+        f"{min(buckets):.1f} to {max(buckets):.1f} times on top."
+    )
+
+
+def disk_line(disk: dict[str, Any]) -> str:
+    """What a long run weighs."""
+    return (
+        f"The GPT-2 above weighs {disk['gpt2']['the event file'] / 1e6:.0f} "
+        "MB after 100,000 steps at `every=100`, all kinds, with "
+        f"histograms: {disk['logged']} logged steps were written, "
+        f"{disk['trained']} of them trained and the others repeated with noise."
+    )
+
+
+def scaling_line(scaling: dict[str, Any]) -> str:
+    """How the costs grow."""
+    most = list(scaling["modules"])[-1]
+    last, growth = scaling["modules"][most], scaling["exponents"]
+    return (
+        f"`watch()` and `close()` on {int(most):,} modules take "
+        f"{last['attach_detach_ms']:.0f} ms. From 100 to {int(most):,} modules a "
+        f"logged step's cost grows with their number to the power of {growth['scalars_extra_ms']:.2f}, at "
+        f"{last['scalars_us_a_site']:.0f} µs a site "
+        f"({last['histograms_us_a_site']:.0f} with histograms), writing included."
+    )
+
+
+def memory_line(memory: dict[str, Any]) -> str:
+    """What a logged step needs."""
+    rest = {
+        way: memory["allocated_beyond_bare_mb"][way] - numbers["records_mb"] - numbers["weight_copies_mb"]
+        for way, numbers in memory["resident"].items()
+        if way != "bare"
+    }
+    copies = memory["resident"]["histograms"]["weight_copies_mb"]
+    return (
+        f"A logged step of that GPT-2 allocates {rest['scalars']:.2f} MB "
+        f"beyond its buffers, {rest['histograms']:.2f} MB with histograms; "
+        f"the buffers are {memory['resident']['histograms']['records_mb']:.1f} "
+        f"MB of records and, for `update`, {copies:.0f} MB of weight copies."
+    )
+
+
+def plugin_line(plugin: dict[str, Any]) -> str:
+    """How fast the tab is."""
+    seconds = plugin["seconds"]["fast loader"]
+    return (
+        f"In the tab, a map of {plugin['modules']:,} modules by {plugin['steps']:,} "
+        f"steps is there after {seconds['matrix, first time']:.1f} s, "
+        f"another stat after {seconds['matrix, another stat']:.2f} s."
+    )
+
+
 def overhead() -> str:
-    """What the two benchmarks measured last."""
-    steps, writing = (json.loads((HERE / "results" / f"{name}.json").read_text()) for name in ("overhead", "writing"))
-    table = overhead_table(steps["names"], steps["results"])
-    return f"{table}\n\n{writing_lines(writing['seconds'], writing['bytes'])}"
+    """What the benchmarks measured last."""
+    names = ("overhead", "writing", "rows", "disk", "scaling", "memory", "plugin")
+    told = {name: json.loads((HERE / "results" / f"{name}.json").read_text()) for name in names}
+    lines = (
+        writing_lines(told["writing"]["seconds"], told["writing"]["bytes"]),
+        disk_line(told["disk"]),
+        rows_line(told["rows"]["ratios"]["float32"]),
+        scaling_line(told["scaling"]),
+        memory_line(told["memory"]),
+        plugin_line(told["plugin"]),
+    )
+    listed = "\n".join(f"- {line}" for text in lines for line in text.splitlines())
+    return f"{overhead_table(told['overhead']['names'], told['overhead']['results'])}\n\n{listed}"
 
 
 def cell(value: dict[str, float] | None) -> str:

@@ -31,10 +31,13 @@ class Observer(Protocol):
     def began_in_graph(self) -> None: ...
 
 
+def _nothing() -> None: ...
+
+
 class Gate:
     """All that compiled code asks of a watch. Each answer is one graph, so there are two: read, and not read."""
 
-    __slots__ = ("evaluation", "open", "serial", "was_compiled")
+    __slots__ = ("evaluation", "get_ready", "open", "serial", "was_compiled")
 
     def __init__(self) -> None:
         self.open = False
@@ -43,6 +46,8 @@ class Gate:
         """Whether evaluation passes are read."""
         self.was_compiled = False
         """Whether any hook was compiled: from then on they stay on, as later ones would go unnoticed."""
+        self.get_ready: Callable[[], None] = _nothing
+        """Called when the first hook is being compiled, before anything of it is read."""
         self.serial = _host_number(0)
         """The number of the step: a backward pass that comes late shows here."""
 
@@ -52,7 +57,9 @@ class Gate:
 
     def compiling(self) -> bool:
         """Called while a hook is being compiled, and only then."""
-        self.was_compiled = True
+        if not self.was_compiled:
+            self.was_compiled = True
+            self.get_ready()
         return True
 
     # torch._dynamo calls a function with this mark at once, and keeps its result in the graph.
@@ -70,25 +77,6 @@ NO_GRADIENT, GRADIENT_COMES, LOST_GRADIENT = "", "comes", "lost"
 NO_TICKET = _host_number(0)
 _numbers = itertools.count(1)
 _observers: weakref.WeakValueDictionary[int, Observer] = weakref.WeakValueDictionary()
-
-
-class AwaitsCompiling(Protocol):
-    """Whoever has to get ready once anything may be compiled."""
-
-    def may_be_compiled(self) -> None: ...
-
-
-_awaiting: weakref.WeakSet[AwaitsCompiling] = weakref.WeakSet()
-
-
-def is_loaded() -> bool:
-    """Whether anything can have been compiled: the compiler comes with its first use."""
-    return "torch._dynamo" in sys.modules
-
-
-def tell_when_loaded(waiting: AwaitsCompiling) -> None:
-    """Calls its `may_be_compiled` when the compiler is loaded; not if it is already."""
-    _awaiting.add(waiting)
 
 
 def ticket(observer: Observer) -> Tensor:
@@ -190,10 +178,8 @@ def _backward_is_compiled() -> bool:
     return bool(sys.modules["torch._dynamo"].compiled_autograd.compiled_autograd_enabled)
 
 
-def _compiler_loaded(dynamo: Any) -> None:
+def _take_as_it_is(dynamo: Any) -> None:
     dynamo.allow_in_graph(show)
-    for waiting in list(_awaiting):
-        waiting.may_be_compiled()
 
 
-wrapt.register_post_import_hook(_compiler_loaded, "torch._dynamo")
+wrapt.register_post_import_hook(_take_as_it_is, "torch._dynamo")

@@ -78,8 +78,8 @@ class ForwardHook(_Unkept):
         self.ends_backward = path == ROOT and "weight_gradient" in wanted
         self.broken = False
 
-    def may_be_compiled(self) -> None:
-        """A ticket is a tensor, too dear to make one for each module of every model."""
+    def take_ticket(self) -> None:
+        """Once anything is compiled: a ticket is a tensor, too dear to make one for each module of every model."""
         if self.ticket is compiled.NO_TICKET:
             self.ticket = compiled.ticket(self)
 

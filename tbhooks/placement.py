@@ -40,12 +40,11 @@ class Placement:
         self._handles: list[RemovableHandle] = []
         # One for all modules: a handle for each would be half of what putting them on costs.
         self._key = RemovableHandle(OrderedDict()).id
-        compiled.tell_when_loaded(self)
+        told.gate.get_ready = self._give_tickets
 
-    def may_be_compiled(self) -> None:
-        """Gets all hooks ready for it."""
+    def _give_tickets(self) -> None:
         for hook in self.hooks.values():
-            hook.may_be_compiled()
+            hook.take_ticket()
 
     def put_on(self) -> None:
         """Hooks on every watched module there is now: added and replaced ones are found here."""
@@ -70,8 +69,8 @@ class Placement:
             self._handles += self._register(hooks[path], module)
         self.hooks = hooks
         self._are_on = bool(hooks)
-        if compiled.is_loaded():
-            self.may_be_compiled()
+        if self._told.gate.was_compiled:
+            self._give_tickets()
         if self._functional is not None:
             self._functional.listens = True
 

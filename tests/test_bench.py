@@ -340,6 +340,24 @@ def test_no_watch_listens_to_the_optimizers_of_other_turns(tmp_path: Path) -> No
     watched.close()
 
 
+def test_those_who_share_a_model_observe_it_in_their_own_turns_only(tmp_path: Path) -> None:
+    model = small()
+    optimizer = timing.make_optimizer(model)
+    alone, watched = (
+        timing.Trainee(name, model, lambda m: m(INPUTS).square().mean(), observe, tmp_path / name, shared=optimizer)
+        for name, observe in (("alone", timing.bare), ("watched", timing.watched(every=1)))
+    )
+    seen: list[int] = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append(sum(bool(m._forward_hooks) for m in model.modules())))
+    timing.run_rounds([alone, watched], 2, 2, Clock(*[1.0] * 4))
+    # A step that is not timed, and two that are; the watched ones first in the second round.
+    assert [hooked > 0 for hooked in seen] == [False] * 3 + [True] * 6 + [False] * 3
+    assert watched.watching is not None
+    assert watched.watching.stats.logged == 3
+    assert len(list((tmp_path / "watched").iterdir())) == 2
+    assert not tbhooks.process.open_watches
+
+
 def test_a_turn_that_raises_leaves_no_watch_listening(tmp_path: Path) -> None:
     before = [dict(hooks) for hooks in timing._HOOKS]
     watched = trainee("watched", timing.watched(every=1), tmp_path)
@@ -420,7 +438,7 @@ def test_too_little_memory_is_explained() -> None:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return model(INPUTS).sum()
 
-    with pytest.raises(tbhooks.TbhooksError, match="trained four times side by side"):
+    with pytest.raises(tbhooks.TbhooksError, match="a copy of the model is trained"):
         bench.measure(bench.of((small(), loss), CPU), steps=5)
 
 

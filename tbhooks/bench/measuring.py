@@ -110,7 +110,7 @@ def measure(
     tell: Tell = lambda _: None,
     progress: Progress = lambda _done, _of: None,
 ) -> Result:
-    """Trains copies of the workload's model, bare and watched; `tell` hears beforehand how long it will take."""
+    """Trains a copy of the workload's model, bare and watched in turns; `tell` hears beforehand how long it takes."""
     every = arguments.whole_number("every", every)
     if steps is not None:
         arguments.whole_number("steps", steps, least=FEWEST_ROUNDS)
@@ -144,9 +144,12 @@ def _trainees(workload: Workload, directory: Path) -> Iterator[dict[str, Trainee
     ways = {BARE: bare, UNLOGGED: watched(every=timing.NEVER)}
     ways |= {name: watched(every=1, **options) for name, options in LOGGED.items()}
     made: dict[str, Trainee] = {}
+    model = workload.copied()
+    optimizer = timing.make_optimizer(model)
     try:
         for name, observe in ways.items():
-            made[name] = Trainee(name, workload.copied(), workload.loss, observe, directory / str(len(made)))
+            where = directory / str(len(made))
+            made[name] = Trainee(name, model, workload.loss, observe, where, shared=optimizer)
         yield made
     finally:
         for trainee in made.values():
@@ -155,13 +158,13 @@ def _trainees(workload: Workload, directory: Path) -> Iterator[dict[str, Trainee
 
 @contextlib.contextmanager
 def _explained(workload: Workload) -> Iterator[None]:
-    """A model that trains once may still fail later, or four of it may not fit."""
+    """A model that trains once may still fail later."""
     try:
         yield
     except torch.OutOfMemoryError as problem:
         raise TbhooksError(
-            f"out of memory: {workload.name} is trained four times side by side, each with AdamW's two numbers a "
-            "weight; a smaller batch or fewer layers tell as much"
+            f"out of memory: a copy of {workload.name} is trained, with AdamW's two numbers a weight; a smaller batch "
+            "or fewer layers tell as much"
         ) from problem
     except RuntimeError as problem:
         if isinstance(problem, TbhooksError):
@@ -195,16 +198,21 @@ def extra_bytes(workload: Workload, device: torch.device) -> dict[str, int]:
 
 def copies(alone: Trainee, logged: Trainee, count: Callable[[counting.Run], int]) -> int:
     """How many more copies to the host a logged step makes than a bare one."""
-    return count(lambda: logged.steps(1)) - count(lambda: alone.steps(1))
+    with logged.observed():
+        logged.steps(1)
+        watched = count(lambda: logged.steps(1))
+    return watched - count(lambda: alone.steps(1))
 
 
 def waits(alone: Trainee, logged: Trainee, forbidding: counting.Forbidding) -> str:
     """Whether a logged step waits for the device."""
-    watching = logged.watching
-    assert watching is not None
-    return counting.waits(
-        lambda: alone.steps(1), lambda: logged.steps(1), lambda: watching.stats.errors, forbidding
-    )  # fmt: skip
+    with logged.observed():
+        logged.steps(1)
+        watching = logged.watching
+        assert watching is not None
+        return counting.waits(
+            lambda: alone.steps(1), lambda: logged.steps(1), lambda: watching.stats.errors, forbidding
+        )  # fmt: skip
 
 
 def _kernel(watching: Watch, device: torch.device) -> str:

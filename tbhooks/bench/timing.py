@@ -1,15 +1,17 @@
-"""Training steps timed side by side: every way of watching trains its own copy of a model, in turns.
+"""Training steps timed in turns: bare, and watched in one way or another.
 
 Turns are short and their order changes, so that a busy machine disturbs all alike; a ratio compares a turn with the
-bare one of the same round. A turn is timed until everything it logged is written. What the numbers mean is said
-elsewhere.
+bare one of the same round. All may train the same model, each observing it in its own turns only: two copies of a
+model lie differently in memory, and one of them is always the faster. A turn is timed until everything it logged is
+written. What the numbers mean is said elsewhere.
 """
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -96,22 +98,18 @@ class Trainee:
     """What need not be known as precisely takes no part in the others."""
     most_steps_a_turn: int = NEVER
     """Nor makes as many steps."""
+    shared: torch.optim.Optimizer | None = None
+    """The optimizer of a model that others train as well: it is observed in its own turns only."""
     seconds: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.optimizer = torch.optim.AdamW(
-            [parameter for parameter in self.model.parameters() if parameter.requires_grad], lr=LEARNING_RATE
-        )
-        known = [set(hooks) for hooks in _HOOKS]
-        self.observer = self.observe(self.model, self.optimizer, self.directory)
-        self._own = [
-            {key: hooks[key] for key in hooks if key not in old} for hooks, old in zip(_HOOKS, known, strict=True)
-        ]
-        self._put_aside()
-
-    @property
-    def watching(self) -> Watch | None:
-        return self.observer.watching
+        self.optimizer = self.shared or make_optimizer(self.model)
+        self.watching: Watch | None = None
+        self._observer: Observer | None = None
+        self._own: list[dict[int, Any]] = []
+        self._opened = 0
+        if self.shared is None:
+            self._open()
 
     def step(self) -> None:
         """One training step, as everybody writes it."""
@@ -121,29 +119,67 @@ class Trainee:
 
     def steps(self, number: int) -> None:
         """Some steps, and the wait for what they logged, with no other watch listening."""
+        with self.observed():
+            self._run(number)
+
+    def turn(self, of_round: int, steps: int, timer: Timer) -> None:
+        """Some timed steps. A watch that has just begun logs its first one and allocates: that is not timed."""
+        steps = min(steps, self.most_steps_a_turn)
+        with self.observed():
+            if self.shared is not None:
+                self._run(1)
+            timer.start()
+            self._run(steps)
+            self.seconds[of_round] = timer.stop() / steps
+
+    @contextlib.contextmanager
+    def observed(self) -> Iterator[None]:
+        """Has it observed, if it is not already."""
+        if self._observer is not None:
+            yield
+            return
+        self._open()
+        try:
+            yield
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        if self._observer is not None:
+            self._observer.close()
+            self._observer = None
+
+    def _open(self) -> None:
+        known = [set(hooks) for hooks in _HOOKS]
+        where = self.directory if self.shared is None else self.directory / str(self._opened)
+        self._opened += 1
+        self._observer = self.observe(self.model, self.optimizer, where)
+        self.watching = self._observer.watching
+        self._own = [
+            {key: hooks[key] for key in hooks if key not in old} for hooks, old in zip(_HOOKS, known, strict=True)
+        ]
+        self._put_aside()
+
+    def _run(self, number: int) -> None:
+        assert self._observer is not None
         for hooks, own in zip(_HOOKS, self._own, strict=True):
             hooks.update(own)
         try:
             for _ in range(number):
                 self.step()
-            self.observer.finish()
+            self._observer.finish()
         finally:
             self._put_aside()
-
-    def turn(self, of_round: int, steps: int, timer: Timer) -> None:
-        """Some timed steps."""
-        steps = min(steps, self.most_steps_a_turn)
-        timer.start()
-        self.steps(steps)
-        self.seconds[of_round] = timer.stop() / steps
-
-    def close(self) -> None:
-        self.observer.close()
 
     def _put_aside(self) -> None:
         for hooks, own in zip(_HOOKS, self._own, strict=True):
             for key in own:
                 hooks.pop(key, None)
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """The one everything is measured with."""
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE)
 
 
 def _no_progress(_done: int, _of: int) -> None:
