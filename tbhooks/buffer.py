@@ -28,6 +28,8 @@ PART = 1 << 20
 # A step that never ends must not eat the device: past this many bytes of records, calls go unseen.
 MOST_BYTES = 256 << 20
 
+FEWEST = 64
+
 # Bucket counts are 32-bit integers.
 MOST_COUNT = 2**31 - 1
 
@@ -59,16 +61,16 @@ class Buffer:
         self.used = 0
         self.overflowed = False
         self.unfinished = Unfinished(device)
-        self._grow(max(capacity, 64))
+        self._grow(max(capacity, FEWEST))
 
     def take(self) -> int | None:
         """The number of a fresh record, or None when a step has made more calls than may be held."""
-        if self.used == self.records:
+        if self.used >= self.records:
             room = MOST_BYTES // self.record_bytes - self.used
             if room <= 0:
                 self.overflowed = True
                 return None
-            self._grow(min(self.used, room))
+            self._grow(min(max(self.used, FEWEST), room))
         self.used += 1
         return self.used - 1
 
@@ -103,7 +105,7 @@ class Buffer:
         """Makes all records fresh, in one chunk that fits what the last step needed."""
         needed = self.records
         if len(self._chunks) > 1:
-            self._chunks, self._rows, self._counts, self.records = [], [], [], 0
+            self._chunks, self._rows, self._counts, self.records, self.used = [], [], [], 0, 0
             self._grow(needed)
         elif self.with_buckets:
             self._chunks[0][: self.used].zero_()
@@ -174,13 +176,6 @@ def _reduce_divided(scale: Tensor) -> Reduce:
     return reduce
 
 
-def _difference(after: Tensor, before: Tensor) -> Tensor:
-    """In half precision the difference itself would be rounded, so it is taken in float32."""
-    if after.dtype.itemsize < 4:
-        return after.float() - before.float()
-    return torch.sub(after, before, out=before)
-
-
 Wanted = tuple[int, Tensor, Address, Address]
 """For a site: a tensor the kernel can read, where a copy of it goes, and what is subtracted from it; or NOWHERE."""
 
@@ -228,14 +223,16 @@ class Recorder:
 
     def begin(self, with_buckets: bool) -> None:
         """Starts an empty step."""
-        self.with_buckets = with_buckets
-        self.restart()
+        with self._lock:
+            self.with_buckets = with_buckets
+            self.restart()
 
     def restart(self) -> None:
-        """Forgets what the step has recorded so far."""
-        self.calls, self._scalars, self._earlier = [], {}, {}
-        for buffer in self._buffers:
-            buffer.reset()
+        """Forgets what the step has recorded so far; waits for what is being read in another thread."""
+        with self._lock:
+            self.calls, self._scalars, self._earlier = [], {}, {}
+            for buffer in self._buffers:
+                buffer.reset()
 
     def record(self, site: int, tensor: Tensor, scale: Tensor | None = None) -> Span | None:
         """Reduces a tensor for a site, divided by `scale` if there is one; None if it holds no real numbers."""
@@ -258,10 +255,10 @@ class Recorder:
         kernel.reduce(tensor, *buffer.addresses(record))
         return number, record, record + 1
 
-    def record_all(self, wanted: Sequence[Wanted]) -> None:
-        """Reduces many tensors that the kernel can read, in one call of it."""
+    def record_all(self, wanted: Sequence[Wanted]) -> bool:
+        """Reduces many tensors that the kernel can read, in one call of it; False if there was no room for all."""
         if not wanted:
-            return
+            return True
         jobs: list[kernel.Job] = []
         with self._lock:
             number, buffer = self._buffer(wanted[0][1])
@@ -272,6 +269,7 @@ class Recorder:
                 jobs.append(kernel.job(tensor, *buffer.addresses(record), minus, copy))
                 self.calls.append((site, (number, record, record + 1)))
             kernel.reduce_all(jobs)
+        return len(jobs) == len(wanted)
 
     def record_together(self, wanted: Sequence[together.Wanted]) -> None:
         """Reduces many small tensors of devices in a few launches."""
@@ -291,7 +289,7 @@ class Recorder:
     def record_difference(self, site: int, after: Tensor, before: Tensor) -> None:
         """Reduces `after - before` for a site; `before` may be overwritten."""
         with self._lock, torch.no_grad():
-            span = self._record_dense(_difference(after, before), None)
+            span = self._record_dense(rows.difference(after, before), None)
             if span is not None:
                 self.calls.append((site, span))
 
@@ -304,27 +302,29 @@ class Recorder:
 
         One that came too late for its own step's copy rides in this one, under that earlier step.
         """
-        scalars = self._scalars if earlier_step is None else self._earlier.setdefault(earlier_step, {})
-        if not isinstance(value, Tensor):
-            scalars[tag] = value
-            return
-        number, buffer = self._buffer(value)
-        record = buffer.take()
-        if record is not None:
-            buffer.row(record)[stats.MEAN].copy_(value.detach().reshape(()))
-            scalars[tag] = (number, record, stats.MEAN)
+        with self._lock:
+            scalars = self._scalars if earlier_step is None else self._earlier.setdefault(earlier_step, {})
+            if not isinstance(value, Tensor):
+                scalars[tag] = value
+                return
+            number, buffer = self._buffer(value)
+            record = buffer.take()
+            if record is not None:
+                buffer.row(record)[stats.MEAN].copy_(value.detach().reshape(()))
+                scalars[tag] = (number, record, stats.MEAN)
 
     def scalars(self, tags: Sequence[str], values: Tensor) -> None:
         """Many numbers of one tensor, as many to a record as it has columns."""
-        number, buffer = self._buffer(values)
-        for start in range(0, len(tags), stats.WIDTH):
-            record = buffer.take()
-            if record is None:
-                return
-            part = values[start : start + stats.WIDTH]
-            buffer.row(record)[: len(part)].copy_(part.detach())
-            for column, tag in enumerate(tags[start : start + stats.WIDTH]):
-                self._scalars[tag] = (number, record, column)
+        with self._lock:
+            number, buffer = self._buffer(values)
+            for start in range(0, len(tags), stats.WIDTH):
+                record = buffer.take()
+                if record is None:
+                    return
+                part = values[start : start + stats.WIDTH]
+                buffer.row(record)[: len(part)].copy_(part.detach())
+                for column, tag in enumerate(tags[start : start + stats.WIDTH]):
+                    self._scalars[tag] = (number, record, column)
 
     @property
     def overflowed(self) -> bool:
@@ -341,12 +341,13 @@ class Recorder:
 
     def pack(self, step: int, rank: int) -> Pending:
         """Starts the one copy of the step and forgets it."""
-        copies = {i: _copy_out(buffer) for i, buffer in enumerate(self._buffers) if buffer.used}
-        pending = Pending(
-            step, time.time(), rank, self.sites[:], self._shown, self.with_buckets,
-            copies, self.calls, self._scalars, self._earlier,
-        )  # fmt: skip
-        self.restart()
+        with self._lock:
+            copies = {i: _copy_out(buffer) for i, buffer in enumerate(self._buffers) if buffer.used}
+            pending = Pending(
+                step, time.time(), rank, self.sites[:], self._shown, self.with_buckets,
+                copies, self.calls, self._scalars, self._earlier,
+            )  # fmt: skip
+            self.restart()
         return pending
 
     def _buffer(self, like: Tensor) -> tuple[int, Buffer]:

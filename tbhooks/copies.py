@@ -23,6 +23,7 @@ class Copies:
     def __init__(self) -> None:
         self._block: Tensor | None = None
         self._room: dict[int, tuple[int, int]] = {}
+        self._given: dict[int, tuple[int, torch.dtype, torch.Size]] = {}
         self._places: dict[int, tuple[int, torch.dtype, torch.Size]] = {}
         self._clones: dict[int, Tensor] = {}
 
@@ -33,31 +34,38 @@ class Copies:
         for key, parameter in parameters:
             self._room[key] = used, parameter.nbytes
             used += -(-parameter.nbytes // _ALIGNED) * _ALIGNED
-        if self._block is None or len(self._block) < used:
+        if used == 0:
+            self._block = None
+        elif self._block is None or len(self._block) < used:
             self._block = None  # first the old one goes
             with torch.inference_mode(False):
                 self._block = torch.empty(used, dtype=torch.uint8, device="cpu")
 
     def place(self, key: int, parameter: Tensor) -> Address | None:
-        """Where the copy is to be written, which it then counts as; None if there is no room of that size."""
+        """Where the copy is to be written; None if there is no room of that size."""
         start, size = self._room.get(key, (0, -1))
         if self._block is None or size != parameter.nbytes:
             return None
-        self._places[key] = start, parameter.dtype, parameter.shape
+        self._given[key] = start, parameter.dtype, parameter.shape
         return self._block.data_ptr() + start
+
+    def written(self) -> None:
+        """Every place that was given out since the last time holds its copy now."""
+        self._places |= self._given
+        self._given = {}
 
     def clone(self, parameters: Mapping[int, Tensor]) -> None:
         """Copies parameters that cannot be copied while they are read; all of a device together."""
-        together: list[int] = []
-        for key, parameter in parameters.items():
+        for key in parameters:
             self._places.pop(key, None)
-            if hasattr(parameter, "to_local"):  # spread over ranks: not every operation on many knows these
-                self._clones[key] = parameter.detach().clone()
-            else:
-                together.append(key)
-                self._clones[key] = torch.empty_like(parameter.detach())
-        if together:
-            torch._foreach_copy_([self._clones[k] for k in together], [parameters[k].detach() for k in together])
+        originals = {key: parameter.detach() for key, parameter in parameters.items()}
+        try:
+            clones = {key: torch.empty_like(original) for key, original in originals.items()}
+            if clones:
+                torch._foreach_copy_(list(clones.values()), list(originals.values()))
+        except (RuntimeError, TypeError, NotImplementedError):  # not every type of tensor does that to many
+            clones = {key: original.clone() for key, original in originals.items()}
+        self._clones |= clones
 
     def take_place(self, key: int, parameter: Tensor) -> Address | None:
         """Where the copy lies, if it was placed and the parameter is still of its type and shape. Once."""
@@ -77,4 +85,9 @@ class Copies:
 
     def forget(self) -> None:
         """Lets go of every clone; the block stays."""
-        self._room, self._places, self._clones = {}, {}, {}
+        self._room, self._given, self._places, self._clones = {}, {}, {}, {}
+
+    def release(self) -> None:
+        """Lets go of the block too."""
+        self.forget()
+        self._block = None

@@ -32,7 +32,7 @@ enum { KEYS = 1024, SIGN = 512, LOWEST = 2 * (127 - 64), NOT_FINITE = 2 * 255 };
  * for the store to the same key of another table, because the CPU compares low address bits first. */
 enum { BLOCK = 2048, FEW = 512, TABLES = 8, STRIDE = KEYS + 16 };
 
-/* WORTH_THREADS: fewer elements than that are read before other threads have woken up. */
+/* WORTH_THREADS: a shorter array is read before other threads have woken up. */
 enum { SLICE = 32 * BLOCK, WORTH_THREADS = 2 * SLICE };
 
 #define INLINE static inline __attribute__((always_inline))
@@ -195,6 +195,7 @@ INLINE void find_keys_double(const double *x, int n, uint16_t *keys) {
 typedef struct {
     int32_t tables[TABLES][STRIDE];
     int32_t *counts;
+    int is_ready; /* large, and most calls are for a few elements: zeroed when it is needed */
 } Tally;
 
 /* In turns in several tables, because an increment has to wait for the previous one of the same counter,
@@ -229,6 +230,8 @@ static void empty(Tally *tally) {
 static void tally_for(Tally *tally, int32_t *counts) {
     if (tally->counts == counts) return;
     if (tally->counts) empty(tally);
+    if (!tally->is_ready) memset(tally->tables, 0, sizeof tally->tables);
+    tally->is_ready = 1;
     tally->counts = counts;
 }
 
@@ -400,8 +403,10 @@ INLINE void reduce_slice(const Job *job, int64_t start, double *row, Tally *tall
 
 static void take_slices(void *shared) {
     Work *work = shared;
-    Tally tally = {0};
+    Tally tally;
     int64_t i;
+    tally.counts = NULL;
+    tally.is_ready = 0;
     while ((i = __atomic_fetch_add(&work->next, 1, __ATOMIC_RELAXED)) < work->count) {
         Slice *slice = &work->slices[i];
         reduce_slice(slice->job, slice->start, slice->row, &tally, work->run);
@@ -410,7 +415,9 @@ static void take_slices(void *shared) {
 }
 
 /* How threads are started: GOMP_parallel of the OpenMP library that torch has loaded, whose threads wait
- * already. Without one everything is done by the calling thread. */
+ * already. Without one everything is done by the calling thread. Always as many as torch uses: with fewer the
+ * library ends the others, and new ones may compute otherwise (flushed denormals). And only where one array is
+ * so long that torch has started them itself: a process with threads is not the same after a fork. */
 typedef void Parallel(void (*)(void *), void *, unsigned, unsigned);
 static Parallel *parallel;
 
@@ -428,18 +435,17 @@ static int reduce_in_parallel(const Job *jobs, int64_t n, int64_t slices, unsign
 }
 
 static void reduce_in_turn(const Job *jobs, int64_t n, Reduce *run) {
-    Tally tally; /* large, and most calls are for a few elements: zeroed when it is needed */
+    Tally tally;
     tally.counts = NULL;
-    int is_zero = 0;
+    tally.is_ready = 0;
     for (const Job *job = jobs; job < jobs + n; job++) {
-        if (!is_zero && job->counts && job->size > FEW) memset(tally.tables, 0, sizeof tally.tables), is_zero = 1;
         for (int64_t start = 0; start < job->size; start += SLICE) {
             double row[WIDTH];
             reduce_slice(job, start, row, &tally, run);
             merge_rows(job->row, row);
         }
     }
-    if (is_zero) tally_for(&tally, NULL);
+    tally_for(&tally, NULL);
 }
 
 static int is_sound(const Job *job) {
@@ -449,17 +455,15 @@ static int is_sound(const Job *job) {
 /* dtype: 0 float32, 1 float64, 2 bfloat16, 3 float16. Writes the 9 numbers of each row. The data need no
  * alignment. Returns 0, or -1 if it did nothing because of its arguments. */
 int tbhooks_reduce_all(const Job *jobs, int64_t n, int64_t threads) {
-    int64_t slices = 0, elements = 0;
+    int64_t slices = 0, longest = 0;
     for (const Job *job = jobs; job < jobs + n; job++) {
         if (!is_sound(job)) return -1;
         slices += job->size / SLICE + (job->size % SLICE > 0);
-        elements += job->size;
+        longest = job->size > longest ? job->size : longest;
     }
     for (const Job *job = jobs; job < jobs + n; job++) start_row(job->row);
-    if (parallel && threads > 1 && elements >= WORTH_THREADS) {
-        const int64_t most = slices < threads ? slices : threads;
-        if (most > 1 && reduce_in_parallel(jobs, n, slices, (unsigned)most, version())) return 0;
-    }
+    if (parallel && threads > 1 && longest >= WORTH_THREADS)
+        if (reduce_in_parallel(jobs, n, slices, (unsigned)threads, version())) return 0;
     reduce_in_turn(jobs, n, version());
     return 0;
 }

@@ -72,9 +72,18 @@ def can_read(tensor: Tensor) -> bool:
         and tensor.layout is torch.strided
         and not tensor.is_nested
         and not tensor.is_neg()
+        and not tensor._is_zerotensor()  # autograd's zeros have no memory
         and tensor.is_contiguous()
-        and (tensor.data_ptr() != 0 or tensor.numel() == 0)  # autograd's zeros have no memory
+        and _has_memory(tensor)
     )
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Not if its storage was given away, as sharded training does between steps."""
+    start = tensor.storage_offset()
+    if start == 0:
+        return tensor.data_ptr() != 0 or tensor.numel() == 0
+    return tensor.untyped_storage().nbytes() >= (start + tensor.numel()) * tensor.itemsize
 
 
 def reduce(numbers: Tensor, row: Address, counts: Address) -> None:

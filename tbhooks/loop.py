@@ -111,6 +111,7 @@ class Loop:
         self._stop_asides()
         scaling.ignore(self.scaler)
         self.clock.stop()
+        self.parameters.release()
 
     def abandon(self) -> None:
         """Forgets the open step and leaves no hook on the model."""

@@ -67,6 +67,11 @@ class ParameterReader:
         # What a scaler has multiplied a parameter's gradient by, and not yet divided it by.
         self._scales: dict[int, Tensor] = {}
 
+    def release(self) -> None:
+        """Lets go of everything."""
+        self.forget()
+        self._before.release()
+
     def owned(self, optimizer: Optimizer) -> frozenset[int]:
         """Which parameters of this model the optimizer steps, by id."""
         return self.now().intersection(id(p) for group in optimizer.param_groups for p in group["params"])
@@ -142,7 +147,8 @@ class ParameterReader:
         try:
             yield batch
         finally:
-            self._recorder.record_all(batch.by_kernel)
+            if self._recorder.record_all(batch.by_kernel):
+                self._before.written()
             self._recorder.record_together(batch.small)
             self._before.clone(batch.clones)
 

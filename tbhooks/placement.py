@@ -38,8 +38,9 @@ class Placement:
         self._report = report
         self._are_on = False
         self._handles: list[RemovableHandle] = []
-        # One for all modules: a handle for each would be half of what putting them on costs.
-        self._key = RemovableHandle(OrderedDict()).id
+        # One for all modules: a handle for each would be half of what putting them on costs. Negative, because a model
+        # that was loaded with its hooks may hold any number that torch will yet give out.
+        self._key = -1 - RemovableHandle(OrderedDict()).id
         told.gate.get_ready = self._give_tickets
 
     def _give_tickets(self) -> None:

@@ -231,6 +231,9 @@ class Probe:
             if hook.sites:
                 report.hooks_fired += 1
                 first, *others = hook.sites
+                if has_no_data(gradient):
+                    report.cannot_see(str(self._recorder.sites[first]), "it holds no data: a torch.func stand-in")
+                    return
                 with unrecorded():
                     span = self._recorder.record(first, gradient, seen.scale)
                 if span is not None:

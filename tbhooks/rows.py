@@ -25,6 +25,7 @@ def has_no_data(tensor: Tensor) -> bool:
         tensor.is_meta
         or isinstance(tensor, FakeTensor)
         or bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+        or (type(tensor) is Tensor and tensor.layout is torch.strided and not torch._C._has_storage(tensor))  # batched
     )
 
 
@@ -64,6 +65,13 @@ def flat(tensor: Tensor) -> Tensor:
     if not tensor.is_contiguous():
         tensor = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
     return tensor.reshape(-1).contiguous()
+
+
+def difference(after: Tensor, before: Tensor) -> Tensor:
+    """In half precision the difference itself would be rounded, so it is taken in float32; `before` is overwritten."""
+    if after.dtype.itemsize < 4:
+        return after.float() - before.float()
+    return torch.sub(after, before, out=before)
 
 
 def write_row(numbers: Tensor, out: Tensor) -> None:

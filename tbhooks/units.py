@@ -43,7 +43,7 @@ class Units:
         by_kernel = kernel.can_read(output)
         for dim in _unit_dimensions(output):
             before = known.get(dim)
-            if before is not None and len(before.largest) != output.size(dim):
+            if before is not None and not _goes_on(before.largest, output, dim):
                 before = None
             largest = (_alive if by_kernel else _largest)(output.detach(), dim, before.largest if before else None)
             samples = output.numel() // output.size(dim)
@@ -75,6 +75,11 @@ def _dead_share(largest: Tensor) -> Tensor:
 def _unit_dimensions(output: Tensor) -> tuple[int, ...]:
     """Where the units are: after the batch for images, last for vectors; sequences come either way."""
     return {0: (), 1: (0,), 2: (1,), 3: (1, 2)}.get(output.dim(), (1,))
+
+
+def _goes_on(known: Tensor, output: Tensor, dim: int) -> bool:
+    """Whether they are the units of one output: a shared ReLU may be called on others, and on other devices."""
+    return len(known) == output.size(dim) and known.device == output.device
 
 
 def _largest(output: Tensor, dim: int, before: Tensor | None) -> Tensor:

@@ -9,9 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
+import tbhooks
 from tbhooks import buffer, stats
-from tbhooks.buffer import NO_SITE, Recorder
+from tbhooks.buffer import NO_SITE, Buffer, Recorder
 from tbhooks.frame import KINDS, Frame, Site
 from tests import reference
 from tests.simulated import put
@@ -374,3 +376,31 @@ def test_calls_on_two_devices_meet_in_one_frame() -> None:
     assert_holds(frame, A, x, z)
     assert_holds(frame, B, y)
     assert frame.scalars == {"train/loss": 0.5}
+
+
+def test_a_buffer_that_could_not_grow_hands_out_no_memory_it_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Buffer(torch.zeros(()), with_buckets=False, capacity=64)
+    while len(made._chunks) < 2:
+        made.take()
+    grow = made._grow
+
+    def fail(_records: int) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(made, "_grow", fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        made.reset()
+    monkeypatch.setattr(made, "_grow", grow)
+    assert made.take() == 0
+    assert made.records >= 1
+    assert len(made._chunks) == 1
+
+
+def test_memory_for_copies_of_weights_is_given_back_in_the_end() -> None:
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watching = tbhooks.watch(model, every=1)
+    model(torch.randn(2, 8)).sum().backward()
+    optimizer.step()
+    watching.close()
+    assert watching._loop.parameters._before._block is None

@@ -362,3 +362,46 @@ def test_a_library_of_another_version_is_not_used(tmp_path: Path) -> None:
     source.write_text("int tbhooks_abi(void) { return 0; }")
     subprocess.run(["cc", "-shared", "-fPIC", str(source), "-o", str(tmp_path / "old.so")], check=True)
     assert kernel._load(tmp_path / "old.so") is None
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_no_thread_of_torch_ends_because_of_it() -> None:
+    """A pool asked for fewer threads than it has ends the others; new ones may round otherwise."""
+    if kernel._threads_of_torch() is None:
+        pytest.skip("torch uses another OpenMP library here")
+    torch.set_num_threads(4)
+    x, row = torch.randn(1 << 20), torch.zeros(WIDTH, dtype=torch.float64)
+    x.exp_()
+    before = {task.name for task in Path("/proc/self/task").iterdir()}
+    kernel.reduce(x[: 1 << 17], row.data_ptr(), kernel.NOWHERE)
+    x.exp_()
+    assert before <= {task.name for task in Path("/proc/self/task").iterdir()}
+
+
+def test_no_threads_are_started_for_many_small_tensors() -> None:
+    """Torch would not have started them, and a forked child of a process with threads may hang."""
+    program = """
+import torch
+from pathlib import Path
+from tbhooks import kernel
+torch.set_num_threads(4)
+tensors = [torch.ones(4096) for _ in range(100)]
+rows = torch.zeros(100, 9, dtype=torch.float64)
+before = len(list(Path("/proc/self/task").iterdir()))
+kernel.reduce_all([kernel.job(x, row.data_ptr(), 0) for x, row in zip(tensors, rows)])
+print(len(list(Path("/proc/self/task").iterdir())) - before, int(rows[:, 0].sum()))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=True)
+    assert done.stdout.split() == ["0", "409600"]
+
+
+def test_what_has_no_memory_is_not_read() -> None:
+    zeros = torch._efficientzerotensor(10)
+    assert not kernel.can_read(zeros)
+    assert not kernel.can_read(zeros[2:])
+    whole = torch.randn(10)
+    part = whole[2:]
+    assert kernel.can_read(part)
+    whole.untyped_storage().resize_(0)
+    assert not kernel.can_read(whole)
+    assert not kernel.can_read(part)

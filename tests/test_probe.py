@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
+from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import RemovableHandle
 
 import tbhooks
 from tbhooks.buffer import Buffer, Recorder
@@ -528,3 +530,24 @@ def test_hooks_of_a_kept_graph_stay_silent_in_later_steps() -> None:
         kept.backward()
         watching.step()
     assert watching.latest["0", "gradient"].count == 16 * 8
+
+
+def test_hooks_that_came_with_a_loaded_model_stay() -> None:
+    """Torch gives out numbers of hooks from 0 in every process, whatever numbers a loaded model holds."""
+    model, calls = mlp(), []
+    following = RemovableHandle(OrderedDict()).id + 1
+    theirs = {following + i: lambda *_: calls.append(1) for i in range(20)}
+    model[0]._forward_hooks.update(theirs)
+    with tbhooks.watch(model, every=1):
+        train(model, 1)
+    assert calls == [1] * 20
+    assert dict(model[0]._forward_hooks) == theirs
+
+
+def test_batched_gradients_are_told_of_and_no_error() -> None:
+    model = nn.Sequential(nn.Linear(4, 3))
+    with tbhooks.watch(model, every=1) as watching:
+        output = model(torch.randn(2, 4))
+        torch.autograd.grad(output, list(model.parameters()), torch.randn(5, 2, 3), is_grads_batched=True)
+    assert watching.stats.errors == 0, watching.stats.messages
+    assert any("stand-in" in why for why in watching.stats.unseen.values())

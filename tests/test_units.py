@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import tbhooks
+from tbhooks import units
 from tests import simulated
 from tests.loops import mlp, sgd, train
 
@@ -105,3 +106,10 @@ def test_nothing_is_waited_for_and_everything_rides_in_the_one_copy() -> None:
         assert len(record.copies) == 2
     assert watching.stats.errors == 0
     assert 0 <= watching.latest["1", "activation"].dead_fraction < 1
+
+
+def test_units_of_another_device_or_width_start_anew() -> None:
+    known = torch.zeros(3)
+    assert units._goes_on(known, torch.zeros(2, 3), 1)
+    assert not units._goes_on(known, torch.zeros(2, 4), 1)
+    assert not units._goes_on(known, torch.zeros(2, 3, device="meta"), 1)
