@@ -32,6 +32,7 @@ from torch.utils.tensorboard import SummaryWriter
 import tbhooks, tbhooks.process, tbhooks.pump
 
 tbhooks.pump.QUEUE_STEPS = 10_000
+signal.signal(signal.SIGINT, signal.default_int_handler)  # tests started in the background inherit that it is ignored
 torch.set_num_threads(1)
 
 def make():
