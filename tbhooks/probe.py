@@ -33,6 +33,10 @@ from tbhooks.units import Units
 RECTIFIED = (":relu", ":relu6")
 
 
+def _never() -> bool:
+    return False
+
+
 GRADIENTS_INSIDE = "compiled with other outputs: what they pass on to each other stays inside"
 
 
@@ -67,7 +71,7 @@ class Probe:
         self.units = Units()
         self._lock = threading.RLock()
         # What runs into a CUDA graph has no numbers yet, and would be run again with every replay.
-        self._is_captured = torch.cuda.is_current_stream_capturing if torch.cuda.is_available() else bool
+        self._is_captured = torch.cuda.is_current_stream_capturing if torch.cuda.is_available() else _never
         self._trained = False
         self._read_evaluation = False
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import tbhooks
-from tbhooks import buffer, stats
+from tbhooks import buffer, kernel, stats
 from tbhooks.buffer import NO_SITE, Buffer, Recorder
 from tbhooks.frame import KINDS, Frame, Site
 from tests import reference
@@ -404,3 +405,43 @@ def test_memory_for_copies_of_weights_is_given_back_in_the_end() -> None:
     optimizer.step()
     watching.close()
     assert watching._loop.parameters._before._block is None
+
+
+def test_a_step_does_not_end_while_another_thread_is_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel writes to addresses in the buffer, with the GIL released: it must not be emptied under it."""
+    if kernel.library is None:
+        pytest.skip("built without the C kernel")
+    reading, go_on, order = threading.Event(), threading.Event(), []
+
+    def slow(*_: object) -> None:
+        reading.set()
+        go_on.wait(20)
+        order.append("read")
+
+    monkeypatch.setattr(kernel, "reduce", slow)
+    recorder = Recorder(KINDS)
+    recorder.begin(with_buckets=False)
+    site = recorder.number(Site("a", "activation"))
+    reader = threading.Thread(target=recorder.record, args=(site, torch.ones(3)))
+    reader.start()
+    assert reading.wait(20)
+    ender = threading.Thread(target=lambda: (recorder.restart(), order.append("ended")))
+    ender.start()
+    ender.join(0.2)
+    go_on.set()
+    reader.join(20)
+    ender.join(20)
+    assert order == ["read", "ended"]
+
+
+def test_weights_that_were_not_read_have_no_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their copies were to be made while reading, so there are none, and whatever lies in their place is none."""
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with tbhooks.watch(model, every=1) as watching:
+        monkeypatch.setattr(Recorder, "record_all", lambda self, wanted: not wanted)
+        model(torch.randn(2, 8)).sum().backward()
+        optimizer.step()
+    if kernel.library is not None:
+        assert not any(site.kind == "update" for site in watching.latest.sites)
+    assert watching.stats.errors == 0

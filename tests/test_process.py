@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ import pytest
 
 import tbhooks
 from tbhooks.sinks.jsonl import read
-from tests import frames
+from tests import frames, waiting
 
 TIMEOUT_S = 60.0
 
@@ -93,13 +92,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(tbhooks.__file__).parents[1]
 
 
 def wait_for(ready: Callable[[], Any], patience_s: float = TIMEOUT_S) -> Any:
-    deadline = time.monotonic() + patience_s
-    while time.monotonic() < deadline:
-        answer = ready()
-        if answer:
-            return answer
-        time.sleep(0.005)
-    return None
+    return waiting.until(ready, patience_s, pause_s=0.005)
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ import pytest
 
 from tbhooks.frame import Finding, Frame, Site
 from tbhooks.sinks.tensorboard import TensorBoardSink
+from tests import waiting
 from tests.frames import make_frame
 
 CHROMIUM = Path("/usr/bin/chromium")
@@ -123,13 +124,9 @@ class Board:
 
 
 def wait_for(ready: Callable[[], Any], what: str) -> Any:
-    deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline:
-        answer = ready()
-        if answer:
-            return answer
-        time.sleep(0.1)
-    raise AssertionError(f"waited in vain for {what}")
+    answer = waiting.until(ready, PATIENCE_S)
+    assert answer, f"waited in vain for {what}"
+    return answer
 
 
 def write_runs(directory: Path) -> TensorBoardSink:
