@@ -253,3 +253,26 @@ def test_importing_the_package_loads_nothing_optional() -> None:
     run = subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip() == "[]"
+
+
+def in_a_fresh_process(program: str) -> str:
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("module", ["tbhooks", "tbhooks.plugin", "tbhooks.runs", "tbhooks.cli"])
+def test_torch_is_not_imported_before_it_is_needed(module: str) -> None:
+    assert in_a_fresh_process(f"import sys, {module}; print('torch' in sys.modules)") == "False\n"
+
+
+@pytest.mark.parametrize("first", ["from tbhooks.watch import Watch", "import tbhooks.demo", "pass"])
+def test_watch_is_the_function_whatever_was_imported_first(first: str) -> None:
+    program = f"import tbhooks\n{first}\nprint(callable(tbhooks.watch), tbhooks.watch.__name__, tbhooks.Watch.__name__)"
+    assert in_a_fresh_process(program) == "True watch Watch\n"
+
+
+def test_a_name_that_is_none_is_refused_as_by_any_module() -> None:
+    with pytest.raises(AttributeError, match="module 'tbhooks' has no attribute 'wacth'"):
+        tbhooks.wacth
+    assert "watch" in dir(tbhooks)
