@@ -50,6 +50,7 @@ class Pump:
         self._writing = False
         self._closed = False
         self._thread: threading.Thread | None = None
+        self._threadless = False
 
     def send_evaluations_to(self, sinks: Sequence[Sink]) -> None:
         """Evaluation passes go there from now on, and not with the rest."""
@@ -112,10 +113,15 @@ class Pump:
             try:
                 self._thread.start()
             except RuntimeError:  # the interpreter is shutting down and starts no thread any more
-                self._thread = threading.current_thread()
-        if self._thread is threading.current_thread():
-            self._next()
+                self._thread, self._threadless = threading.current_thread(), True
+        if self._threadless:
+            self._drain()
         self._changed.notify_all()
+
+    def _drain(self) -> None:
+        """Without a thread. What is handed over while a step is written, by the garbage collector, waits its turn."""
+        while self._queue and not self._busy:
+            self._next()
 
     def _run(self) -> None:
         while self._next() is not _close:

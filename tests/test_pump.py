@@ -457,3 +457,47 @@ def test_many_threads_may_submit_at_once(
     pump.close()
     assert len(sink) == 1600
     assert report.dropped == 0
+
+
+class ClosesWhileWriting(MemorySink):
+    """Ends the pump from its own thread in the middle of a write, as the garbage collector may."""
+
+    def __init__(self, gate: threading.Event) -> None:
+        super().__init__()
+        self.gate = gate
+        self.finish: Callable[[], None] = lambda: None
+
+    def write(self, frame: Frame) -> None:
+        assert self.gate.wait(30)
+        self.finish()
+        super().write(frame)
+
+
+def test_a_pump_that_is_ended_from_its_own_thread_writes_in_order(report: Report) -> None:
+    gate = threading.Event()
+    sink = ClosesWhileWriting(gate)
+    pump = Pump([sink], lambda frame: frame, report)
+    sink.finish = pump.finish
+    for step in range(3):
+        pump.submit(Step(make_frame(step)))
+    gate.set()
+    pump.close()
+    assert [frame.step for frame in sink.frames] == [0, 1, 2]
+
+
+def test_where_no_thread_can_be_started_steps_are_written_in_order_by_whoever_hands_them_over(
+    report: Report, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    gate = threading.Event()
+    gate.set()
+    sink = ClosesWhileWriting(gate)
+    pump = Pump([sink], lambda frame: frame, report)
+    sink.finish = lambda: pump.submit(Step(make_frame(1))) if not sink.frames and not pump._queue else None
+    pump.submit(Step(make_frame(0)))
+    pump.submit(Step(make_frame(2)))
+    pump.close()
+    assert [frame.step for frame in sink.frames] == [0, 1, 2]
