@@ -481,7 +481,7 @@ def test_a_pump_that_is_ended_from_its_own_thread_writes_in_order(report: Report
     for step in range(3):
         pump.submit(Step(make_frame(step)))
     gate.set()
-    pump.close()
+    assert pump.wait()
     assert [frame.step for frame in sink.frames] == [0, 1, 2]
 
 
