@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tbhooks.errors import ArgumentError, ClosedError, FindingError, TbhooksError, UnknownSiteError
 from tbhooks.frame import Finding, Frame, Reading, Site
 from tbhooks.history import History
+from tbhooks.peeked import Peeked
 from tbhooks.report import Stats
 from tbhooks.rules import Rule
 from tbhooks.sinks import Sink
@@ -19,6 +20,7 @@ from tbhooks.sinks.jsonl import JsonlSink
 from tbhooks.sinks.memory import MemorySink
 
 if TYPE_CHECKING:
+    from tbhooks.peek import peek
     from tbhooks.watch import Watch, unwatch, watch
 
 __version__ = "0.1.0"
@@ -32,6 +34,7 @@ __all__ = [
     "History",
     "JsonlSink",
     "MemorySink",
+    "Peeked",
     "Reading",
     "Rule",
     "Sink",
@@ -41,17 +44,18 @@ __all__ = [
     "UnknownSiteError",
     "Watch",
     "__version__",
+    "peek",
     "unwatch",
     "watch",
 ]
 
-_NEED_TORCH = ("Watch", "unwatch", "watch")
+_NEED_TORCH = {"Watch": "watch", "peek": "peek", "unwatch": "watch", "watch": "watch"}
 
 
 def __getattr__(name: str) -> Any:
     if name not in _NEED_TORCH:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module("tbhooks.watch"), name)
+    value = getattr(importlib.import_module(f"tbhooks.{_NEED_TORCH[name]}"), name)
     globals()[name] = value
     return value
 
@@ -61,10 +65,10 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """Keeps `tbhooks.watch` the function: importing the module of that name would take its place."""
+    """Keeps `tbhooks.watch` and `tbhooks.peek` functions: importing a module of that name would take its place."""
 
     def __setattr__(self, name: str, value: object) -> None:
-        if not (name == "watch" and isinstance(value, ModuleType)):
+        if not (name in _NEED_TORCH and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 
 

@@ -1,6 +1,6 @@
 """Where autograd stands right now: whether it runs backward here, and when that ends.
 
-All of torch's private autograd interfaces are used here and nowhere else.
+Torch's private autograd interfaces are used here, and by peek.py and untouched.py for what only they do.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""The numbers of one logged step: fixed-width records on the device, and the one copy that moves them.
+"""The numbers of one logged step: each reduced tensor in a record on its device (records.py), and whose they are.
 
-Every reduced tensor takes the next record of a preallocated buffer; which site it belongs to stays in
-Python. So the calls of a shared module, micro-batches and outputs passed on unchanged cost no device
-work: records are merged on the host (pending.py). `_copy_out` is the only place of the capture side that
-moves data there.
+Which site a record belongs to stays in Python. So the calls of a shared module, micro-batches and outputs passed on
+unchanged cost no device work: records are merged on the host (pending.py).
 """
 
 from __future__ import annotations
@@ -16,129 +14,21 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tbhooks import buckets, kernel, rows, stats, together, triton_rows
+from tbhooks import buckets, kernel, rows, shards, stats, together, triton_rows
 from tbhooks.frame import Site
-from tbhooks.kernel import NOWHERE, Address
+from tbhooks.kernel import Address
 from tbhooks.parts import Block
-from tbhooks.pending import Copy, Pending, Scalars, Span
-from tbhooks.unfinished import Unfinished
+from tbhooks.pending import Pending, Scalars, Span
+from tbhooks.records import Buffer, copy_out
 
 # Torch reductions make temporaries of the tensor's size: larger tensors are read in parts this long.
 PART = 1 << 20
-# A step that never ends must not eat the device: past this many bytes of records, calls go unseen.
-MOST_BYTES = 256 << 20
-
-FEWEST = 64
-
 # Bucket counts are 32-bit integers.
 MOST_COUNT = 2**31 - 1
 
 NO_SITE = -1
 # Kinds that are read for the sake of another: an update is measured against its weight.
 READ_FOR = {"weight": "update"}
-
-
-class Buffer:
-    """Records of one device, handed out in order and copied out together."""
-
-    def __init__(self, like: Tensor, with_buckets: bool, capacity: int) -> None:
-        self.device = device = like.device
-        self.with_buckets = with_buckets
-        # Made by a tensor that is there already, which works on every device there is; on a CPU it could be a
-        # subclass that makes its own kind.
-        self._like = torch.zeros((), device="cpu") if device.type == "cpu" else like.detach().new_zeros(())
-        # Devices without float64 keep float32 rows; counts are then exact to 2**24.
-        self.row_type = torch.float32 if device.type == "mps" else torch.float64
-        unit = self.row_type.itemsize
-        row_bytes = stats.WIDTH * unit
-        count_bytes = -(-buckets.SLOTS * 4 // unit) * unit if with_buckets else 0
-        self.row_bytes, self.record_bytes = row_bytes, row_bytes + count_bytes
-        self._chunks: list[Tensor] = []
-        self._address = NOWHERE
-        self._rows: list[Tensor] = []
-        self._counts: list[Tensor] = []
-        self.records = 0
-        self.used = 0
-        self.overflowed = False
-        self.unfinished = Unfinished(device)
-        self._grow(max(capacity, FEWEST))
-
-    def take(self) -> int | None:
-        """The number of a fresh record, or None when a step has made more calls than may be held."""
-        if self.used >= self.records:
-            room = MOST_BYTES // self.record_bytes - self.used
-            if room <= 0:
-                self.overflowed = True
-                return None
-            self._grow(min(max(self.used, FEWEST), room))
-        self.used += 1
-        return self.used - 1
-
-    def row(self, record: int) -> Tensor:
-        if record >= len(self._rows):
-            self._make_views()
-        return self._rows[record]
-
-    def counts(self, record: int) -> Tensor:
-        if record >= len(self._counts):
-            self._make_views()
-        return self._counts[record]
-
-    def addresses(self, record: int) -> tuple[Address, Address]:
-        """Where the row and the counts lie of the record that was taken last, on a CPU."""
-        row = self._address + record * self.record_bytes
-        return row, row + self.row_bytes if self.with_buckets else NOWHERE
-
-    def pack(self) -> tuple[Tensor, int]:
-        """All used records as one tensor on the device, and how many bytes of parts lie behind them."""
-        self.unfinished.wait_for_streams()
-        left, packed = self.used, []
-        for chunk in self._chunks:
-            packed.append(chunk[: min(left, len(chunk))])
-            left = max(0, left - len(chunk))
-        parts = self.unfinished.packed()
-        if parts is not None:
-            return torch.cat([*(chunk.view(-1) for chunk in packed), parts]), len(parts)
-        return (packed[0] if len(packed) == 1 else torch.cat(packed)), 0
-
-    def reset(self) -> None:
-        """Makes all records fresh, in one chunk that fits what the last step needed."""
-        needed = self.records
-        if len(self._chunks) > 1:
-            self._chunks, self._rows, self._counts, self.records, self.used = [], [], [], 0, 0
-            self._grow(needed)
-        elif self.with_buckets:
-            self._chunks[0][: self.used].zero_()
-        self.used, self.overflowed = 0, False
-        self.unfinished.forget()
-
-    def _grow(self, records: int) -> None:
-        with torch.inference_mode(False):
-            chunk = self._like.new_zeros((records, self.record_bytes), dtype=torch.uint8)
-        self._chunks.append(chunk)
-        # Of record 0, were all of them in this chunk: those handed out from now on are.
-        self._address = chunk.data_ptr() - self.records * self.record_bytes
-        self.records += records
-
-    def _make_views(self) -> None:
-        """Only torch operations need them, and many thousands take a while to make."""
-        self._rows, self._counts = [], []
-        with torch.inference_mode(False):  # a tensor made inside it could not be written outside
-            for chunk in self._chunks:
-                self._rows += chunk[:, : self.row_bytes].view(self.row_type).unbind()
-                if self.with_buckets:
-                    self._counts += chunk[:, self.row_bytes :].view(torch.int32)[:, : buckets.SLOTS].unbind()
-
-
-def _copy_out(buffer: Buffer) -> Copy:
-    packed, part_bytes = buffer.pack()
-    cuda = buffer.device.type == "cuda"
-    host = torch.empty(packed.shape, dtype=packed.dtype, device="cpu", pin_memory=cuda)
-    host.copy_(packed, non_blocking=cuda)
-    event = torch.cuda.Event() if cuda else None  # type: ignore[no-untyped-call]
-    if event is not None:
-        event.record(torch.cuda.current_stream(buffer.device))
-    return Copy(host, buffer.row_type, event, buffer.unfinished.blocks, buffer.record_bytes, part_bytes)
 
 
 Reduce = Callable[[Tensor, Buffer, int], None]
@@ -176,6 +66,13 @@ def _reduce_divided(scale: Tensor) -> Reduce:
     return reduce
 
 
+def was_given_away(tensor: Tensor) -> bool:
+    """Whether its memory was, as sharded training does with weights it has gathered: reading it would be the end."""
+    if not tensor.numel() or tensor.layout is not torch.strided or not torch._C._has_storage(tensor):
+        return False
+    return tensor.untyped_storage().nbytes() == 0
+
+
 Wanted = tuple[int, Tensor, Address, Address]
 """For a site: a tensor the kernel can read, where a copy of it goes, and what is subtracted from it; or NOWHERE."""
 
@@ -201,6 +98,8 @@ class Recorder:
         self._buffers: list[Buffer] = []
         self._number: dict[tuple[torch.device, bool], int] = {}
         self.calls: list[tuple[int, Span]] = []
+        self.pieces: dict[Site, int] = {}
+        """Of what is spread over ranks, which piece is here."""
         self._scalars: Scalars = {}
         self._earlier: dict[int, Scalars] = {}
 
@@ -239,13 +138,22 @@ class Recorder:
         with self._lock:
             if scale is None and can_be_one_of_many(tensor):  # nearly always on a CPU: the shortest way
                 span: Span | None = self._record_one(tensor)
-            elif tensor.layout is torch.sparse_coo:
-                span = self._record_sparse(tensor, scale)
             else:
-                span = self._record_dense(tensor, scale)
+                span = self._record_any(site, tensor, scale)
             if span is not None:
                 self.calls.append((site, span))
         return span
+
+    def _record_any(self, site: int, tensor: Tensor, scale: Tensor | None) -> Span | None:
+        local = shards.here(tensor)
+        if shards.is_spread(tensor):
+            self.pieces.setdefault(self.sites[site], shards.piece(tensor))
+        if local is None or was_given_away(local):
+            return None
+        if scale is None and can_be_one_of_many(local):
+            return self._record_one(local)
+        record = self._record_sparse if local.layout is torch.sparse_coo else self._record_dense
+        return record(local, scale)
 
     def _record_one(self, tensor: Tensor) -> Span:
         number, buffer = self._buffer(tensor)
@@ -342,10 +250,10 @@ class Recorder:
     def pack(self, step: int, rank: int) -> Pending:
         """Starts the one copy of the step and forgets it."""
         with self._lock:
-            copies = {i: _copy_out(buffer) for i, buffer in enumerate(self._buffers) if buffer.used}
+            copies = {i: copy_out(buffer) for i, buffer in enumerate(self._buffers) if buffer.used}
             pending = Pending(
                 step, time.time(), rank, self.sites[:], self._shown, self.with_buckets,
-                copies, self.calls, self._scalars, self._earlier,
+                copies, self.calls, self._scalars, self._earlier, dict(self.pieces),
             )  # fmt: skip
             self.restart()
         return pending

@@ -183,3 +183,13 @@ def _take_as_it_is(dynamo: Any) -> None:
 
 
 wrapt.register_post_import_hook(_take_as_it_is, "torch._dynamo")
+
+
+GRADIENTS_INSIDE = "compiled with other outputs: what they pass on to each other stays inside"
+
+
+def with_gradients_inside(found: list[tuple[str, Tensor]]) -> bool:
+    """Whether these are several outputs of one compiled graph: a gradient from one to another is not seen outside."""
+    origins = [tensor.grad_fn for _, tensor in found if tensor.grad_fn is not None]
+    compiled_origins = [origin for origin in origins if type(origin).__name__ == "CompiledFunctionBackward"]
+    return len(compiled_origins) > 1

@@ -6,17 +6,22 @@ neither torch nor the model they came from.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from tbhooks import stats
+from tbhooks import spread, stats
 from tbhooks.errors import ArgumentError, UnknownSiteError, nearest
+from tbhooks.spread import Spread
 from tbhooks.stats import BUCKETS, COLUMNS, STAT_NAMES, Counts, Floats
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
 
 Severity = Literal["info", "warning", "error"]
 KINDS = ("activation", "gradient", "weight", "weight_gradient", "update")
@@ -90,6 +95,13 @@ class Finding:
         site = None if data["site"] is None else Site(*data["site"])
         return cls(data["step"], site, data["rule"], data["severity"], data["message"], data["evidence"])
 
+    def _repr_mimebundle_(
+        self, include: Collection[str] | None = None, exclude: Collection[str] | None = None
+    ) -> dict[str, str]:
+        from tbhooks import notebook  # noqa: PLC0415  only where there is one
+
+        return notebook.mimebundle(*notebook.of_findings([self]), include, exclude)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reading:
@@ -98,6 +110,7 @@ class Reading:
     site: Site
     row: Floats
     counts: Counts
+    between: Floats = field(default_factory=lambda: spread.nothing(1)[0])
     more: Mapping[str, float] = field(default_factory=dict)
     """`entropy` and `max_logit` of attention, `dead_fraction` of rectified units; NaN for anything else."""
 
@@ -109,6 +122,10 @@ class Reading:
         if name == "ratio" and self.site.kind != "update":
             return float("nan")  # only an update has something it is measured against
         return float(stats.stat(name, self.row[None], self.counts[None])[0])
+
+    def spread(self, stat: str) -> Spread:
+        """A statistic over the ranks of the job: least, most, who has them, median. With `ranks="merge"`."""
+        return spread.read(self.between, stat)
 
     def underflow_fraction(self, dtype: object) -> float:
         """Share of the elements that would become zero in `dtype` ("float16", torch.float8_e5m2, ...)."""
@@ -132,7 +149,8 @@ class Frame:
 
     `values[i]` is the row of `sites[i]` (columns: `tbhooks.stats.COLUMNS`) and `buckets[i]` its
     histogram; `buckets` has no columns on a step that took none. `scalars` holds what rode along,
-    by its TensorBoard tag: `train/loss`, `train.lr/0`.
+    by its TensorBoard tag: `train/loss`, `train.lr/0`. `spreads` tells how far the ranks of a job lie apart
+    (`frame["fc", "gradient"].spread("norm")`), where they were merged.
     """
 
     step: int
@@ -143,9 +161,12 @@ class Frame:
     buckets: Counts
     findings: tuple[Finding, ...] = ()
     scalars: Mapping[str, float] = field(default_factory=dict)
+    spreads: Floats = field(default_factory=lambda: spread.nothing(0))
 
     def __post_init__(self) -> None:
         n = len(self.sites)
+        if not self.spreads.size:
+            object.__setattr__(self, "spreads", spread.nothing(n))
         if self.values.shape != (n, len(COLUMNS)) or self.buckets.shape not in ((n, 0), (n, BUCKETS)):
             raise ArgumentError(
                 f"a frame of {n} sites needs values of shape {(n, len(COLUMNS))} and buckets of shape {(n, BUCKETS)} "
@@ -177,8 +198,10 @@ class Frame:
                 raise UnknownSiteError(f"no {kind} of {path!r} at step {self.step}: {nearest(str(kind), kinds)}")
             hint = nearest(str(path), [s.name for s in self.sites if s.kind == kind] or [s.name for s in self.sites])
             raise UnknownSiteError(f"nothing of {path!r} ({kind}) at step {self.step}: {hint}")
-        i = self._index[key]
-        return Reading(self.sites[i], self.values[i], self.buckets[i], self._more(self.sites[i]))
+        return self._reading(self._index[key])
+
+    def _reading(self, i: int) -> Reading:
+        return Reading(self.sites[i], self.values[i], self.buckets[i], self.spreads[i], self._more(self.sites[i]))
 
     def _more(self, site: Site) -> dict[str, float]:
         dead = self.scalars.get(f"{site.kind}.dead_fraction/{site.name}")
@@ -217,6 +240,7 @@ class Frame:
             if self.buckets.shape[1] else None,
             "findings": [finding.to_dict() for finding in self.findings],
             "scalars": dict(self.scalars),
+            **({"spreads": self.spreads.tolist()} if self.spreads.size else {}),
         }  # fmt: skip
 
     @classmethod
@@ -233,7 +257,44 @@ class Frame:
             buckets=buckets,
             findings=tuple(Finding.from_dict(finding) for finding in data["findings"]),
             scalars=data["scalars"],
+            spreads=np.array(data["spreads"], dtype=np.float64) if "spreads" in data else spread.nothing(n),
         )  # fmt: skip
+
+    def compare(self, other: Frame) -> Any:
+        """Two passes side by side, this one first: a `FrameComparison`, in its `changes` what changed most on top."""
+        from tbhooks.notebook.compare import compare  # noqa: PLC0415  views are loaded by those who look
+
+        return compare(self, other)
+
+    def figure(self, width: float = 7.0) -> Figure:
+        """The pass layer by layer: spread of the activations, gradient norms, zeros. Needs `tbhooks[plot]`."""
+        from tbhooks.notebook import figures  # noqa: PLC0415
+
+        return figures.frame_figure(self, width)
+
+    def ridgeline(self, kind: str = "activation", width: float = 7.0) -> Figure:
+        """The distributions of one kind, a layer a line. Needs `tbhooks[plot]` and a frame with histograms."""
+        from tbhooks.notebook import ridges  # noqa: PLC0415
+
+        return ridges.ridgeline(self, kind, width)
+
+    def to_pandas(self) -> pd.DataFrame:
+        """A row a site: `step path index kind`, every statistic, and what `peek` knows of the output."""
+        from tbhooks.notebook import tidy  # noqa: PLC0415
+
+        return tidy.of_frames([self])
+
+    def _repr_mimebundle_(
+        self, include: Collection[str] | None = None, exclude: Collection[str] | None = None
+    ) -> dict[str, str]:
+        from tbhooks import notebook  # noqa: PLC0415
+
+        return notebook.mimebundle(*notebook.of_frame(self), include, exclude)
+
+    def __str__(self) -> str:
+        from tbhooks.notebook import table  # noqa: PLC0415
+
+        return table.as_text(self)
 
     def __repr__(self) -> str:
         shown = dict.fromkeys((*(() if self.is_evaluation else KINDS), *(site.kind for site in self.sites)))

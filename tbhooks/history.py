@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
-from typing import overload
+from typing import TYPE_CHECKING, overload
 
 import numpy as np
 
 from tbhooks.errors import ArgumentError, UnknownSiteError, nearest
 from tbhooks.frame import Frame
+from tbhooks.spread import nothing
 from tbhooks.stats import STAT_NAMES, Floats
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
 
 MOST_FRAMES = 1000
 # A frame's buckets weigh forty times its rows, so only the newest frames keep theirs.
@@ -34,7 +39,9 @@ class History:
             self._frames.append(frame)
             if len(self._frames) > MOST_WITH_BUCKETS:
                 old = self._frames[-MOST_WITH_BUCKETS - 1]
-                self._frames[-MOST_WITH_BUCKETS - 1] = replace(old, buckets=np.zeros((len(old.sites), 0), np.int64))
+                self._frames[-MOST_WITH_BUCKETS - 1] = replace(
+                    old, buckets=np.zeros((len(old.sites), 0), np.int64), spreads=nothing(len(old.sites))
+                )
 
     def judged(self, frame: Frame) -> None:
         """The newest frame, with what the rules found in it."""
@@ -89,6 +96,27 @@ class History:
             tags = [name for frame in self for name in frame.scalars]
             raise UnknownSiteError(f"no frame has the scalar {tag!r}: {nearest(tag, tags)}")
         return [frame.step for frame in seen], np.array([frame.scalars[tag] for frame in seen])
+
+    def figure(self, stat: str = "std", kind: str = "gradient", width: float = 7.0) -> Figure:
+        """A heat map of one statistic, layers by steps. Needs `tbhooks[plot]`."""
+        from tbhooks.notebook import figures  # noqa: PLC0415  views are loaded by those who look
+
+        return figures.heat_map(self, stat, kind, width)
+
+    def to_pandas(self) -> pd.DataFrame:
+        """A row a step and site, with the columns `Frame.to_pandas` has; evaluations under kinds such as
+        `eval.activation`. Quantiles are there for frames that still have their buckets.
+        """
+        from tbhooks.notebook import tidy  # noqa: PLC0415
+
+        return tidy.of_frames(self[:])
+
+    def _repr_mimebundle_(
+        self, include: Collection[str] | None = None, exclude: Collection[str] | None = None
+    ) -> dict[str, str]:
+        from tbhooks import notebook  # noqa: PLC0415
+
+        return notebook.mimebundle(*notebook.of_history(self), include, exclude)
 
     def __repr__(self) -> str:
         steps = f", steps {self._frames[0].step} to {self._frames[-1].step}" if self._frames else ""

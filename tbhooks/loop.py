@@ -9,12 +9,13 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from tbhooks import scaling, triton_rows
+from tbhooks import scaling, shards, triton_rows
 from tbhooks.autograd import unrecorded
 from tbhooks.buffer import Recorder
 from tbhooks.clock import Clock
@@ -22,10 +23,12 @@ from tbhooks.evaluation import Evaluation
 from tbhooks.parameters import ParameterReader
 from tbhooks.pending import Pending
 from tbhooks.probe import Probe
+from tbhooks.ranks import Place
 from tbhooks.replay import Replay
 from tbhooks.report import Report
 from tbhooks.scaling import ScalerReader
 from tbhooks.schedule import Schedule
+from tbhooks.seen import BLIND
 from tbhooks.select import Selector, unwrap
 from tbhooks.tripwire import Tripwire
 
@@ -44,7 +47,7 @@ class Loop:
 
     def __init__(
         self, model: nn.Module, selector: Selector, kinds: tuple[str, ...], schedule: Schedule, mode: str,
-        rank: int, submit: Callable[[Pending], None], report: Report,
+        place: Place, submit: Callable[[Pending], None], report: Report,
     ) -> None:  # fmt: skip
         self.recorder = Recorder(kinds)
         self.probe = Probe(model, selector, self.recorder, report)
@@ -67,7 +70,8 @@ class Loop:
         self._was_skipped = False
         self._model = weakref.ref(unwrap(model))
         self._schedule = schedule
-        self._rank = rank
+        self._rank, self._team = place.rank, place.team
+        self.clock.count = place.first_step
         self._submit = submit
         self._report = report
         self._thread = threading.get_ident()
@@ -83,7 +87,7 @@ class Loop:
         self._late_now: set[str] = set()
         self._awaited: set[str] = set()
         # Device scalars that came after the copy: they ride in the next one, under their own step.
-        self._held: dict[tuple[int, str], Tensor] = {}
+        self._held: dict[tuple[int, str], Tensor | float] = {}
 
     def start(self) -> None:
         scaling.listen(self.scaler)
@@ -94,7 +98,7 @@ class Loop:
         """Ends everything and hands over what there is, a step cut short too."""
         with self._report.guarded("closing"):
             self._finish_step()
-            if self.probe.seen is not None and self.recorder.calls:
+            if self.probe.seen is not None and self.recorder.calls and self._may_be_cut_short():
                 if self.clock.mode != "optimizer":  # no optimizer will come to read them at
                     self.parameters.rest()
                 self._pack(self.clock.count)
@@ -105,6 +109,10 @@ class Loop:
             self._hand_over_held()
             self._finish_evaluation()
         self.forget_everyone()
+
+    def _may_be_cut_short(self) -> bool:
+        """With other ranks only if all have come as far: there a step ends when the next one would begin."""
+        return self._team is None or self.clock.mode == "forward"
 
     def forget_everyone(self) -> None:
         """Nobody calls any more: no optimizer, no scaler, no forward."""
@@ -123,7 +131,7 @@ class Loop:
         if threading.get_ident() == self._thread:
             with self._report.guarded("handing over a step"):
                 self._finish_step()
-                if self.probe.seen is None:
+                if self.probe.seen is None and self._team is None:
                     self._hand_over_held()
                 self._finish_evaluation()
 
@@ -156,7 +164,8 @@ class Loop:
     def _hand_over_evaluation(self, recorder: Recorder) -> None:
         """As of the training step that ended last, and after it."""
         self._finish_step()
-        self._submit(recorder.pack(self._last_label, self._rank))
+        if self._rank == 0:  # each rank may evaluate when it likes, so nothing is merged
+            self._submit(recorder.pack(self._last_label, self._rank))
 
     def replay_when(self, sick: Callable[[int, Replay], None]) -> None:
         """From now on the gradients of every step are looked at, and `sick` is called if they are not finite."""
@@ -207,6 +216,8 @@ class Loop:
             self.recorder.scalar(tag, value)
         elif isinstance(value, Tensor) and value.device.type != "cpu":
             self._held[label, tag] = value.detach().clone()
+        elif self._team is not None:  # the others have it from now on, too
+            self._held[label, tag] = _number(value)
         elif self._packed is not None:
             self._packed = replace(self._packed, scalars={**self._packed.scalars, tag: _number(value)})
         else:
@@ -291,7 +302,7 @@ class Loop:
         if self._replay is not None:
             self._replay.forget()
         self._finish_step()
-        next_is_logged = self._schedule.logs(self.clock.count + 1)
+        next_is_logged = self._logs(self.clock.count + 1)
         self._ended = Ended(label, self.probe.seen is not None, set(self.recorder.scalar_tags))
         if next_is_logged:
             self.probe.next_forward = self._finish_step
@@ -303,11 +314,13 @@ class Loop:
                 self._waiting = True
                 return
             self._pack(label)
+            if self._team is not None:  # they wait for it, and may in turn be waited for before the next forward
+                self._finish_step()
         if next_is_logged:
             self._begin()
         if self.clock.mode == "forward" and self.probe.gate.was_compiled:
             # The forward that ended the step is under way, in the graph it has chosen; the next one chooses now.
-            self.probe.gate.open = self._schedule.logs(self.clock.count + 2)
+            self.probe.gate.open = self._logs(self.clock.count + 2)
 
     def _finish_step(self) -> None:
         """Something of the next step is seen: nothing more can belong to the one that has ended."""
@@ -325,7 +338,7 @@ class Loop:
 
     def _pack(self, label: int) -> None:
         self._waiting = False
-        if self.recorder.calls or self.recorder.scalar_tags:
+        if self.recorder.calls or self.recorder.scalar_tags or self._team is not None:
             self._packed = self._copied(label)
             self.logged += 1
 
@@ -335,10 +348,19 @@ class Loop:
         self._held = {}
         if triton_rows.failure:
             self._report.tell(f"Triton is installed and does not work; torch operations serve: {triton_rows.failure}")
-        return self.recorder.pack(label, self._rank)
+        pending = self.recorder.pack(label, self._rank)
+        if self._team is None:
+            return pending
+        model = self._model()
+        group = self._rank if model is None else shards.batch_group(model, self._rank)
+        return replace(pending, group=group, merge=partial(self._team.merge, report=self._report))
+
+    def _logs(self, step: int) -> bool:
+        """Other ranks than the first have nothing to do once they are merged no longer."""
+        return self._schedule.logs(step) and not (self._rank and self._team is not None and self._team.is_over)
 
     def _begin_if_due(self) -> None:
-        if self._schedule.logs(self.clock.count):
+        if self._logs(self.clock.count):
             self._begin()
 
     def _begin(self) -> None:
@@ -358,17 +380,12 @@ class Loop:
             self._report.tell("a step made more calls than its buffer holds; the rest of it is not in its numbers")
 
     def _hand_over_held(self) -> None:
-        if self._held:
-            self._submit(self._copied(self.clock.count))
+        if self._held and self._rank == 0:
+            self._submit(replace(self._copied(self.clock.count), merge=None))
 
     def _warn_if_blind(self, label: int) -> None:
         if not self._pauses and self.recorder.wants("activation", "gradient", "input") and self.probe.is_blind:
-            self._report.tell(
-                f"step {label} was to be logged, but the modules in it were not seen running. A model that had run "
-                "compiled before watch() goes on without hooks: call watch() first, or torch.compiler.reset() now. "
-                "Evaluation passes are read if w.evaluation() asks for them",
-                once="blind",
-            )
+            self._report.tell(f"step {label} was to be logged, but {BLIND}", once="blind")
 
     def _log_learning_rates(self, optimizer: Optimizer) -> None:
         for group in optimizer.param_groups:

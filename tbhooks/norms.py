@@ -7,13 +7,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tbhooks import kernel, stats
+from tbhooks import kernel, shards, stats
 
 
 def total_norm(tensors: Sequence[Tensor]) -> Tensor:
     """In float64 where that costs nothing; NaN or infinite if any element is."""
     dense = [tensor.coalesce().values() if tensor.layout is torch.sparse_coo else tensor for tensor in tensors]
-    dense = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in dense]
+    dense = [local for tensor in dense if (local := shards.here(tensor)) is not None]
+    if not dense:
+        return torch.zeros((), dtype=torch.float64, device="cpu")
     readable: list[Tensor] = []
     others: list[Tensor] = []
     for tensor in dense:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
-from tbhooks import select, together
+from tbhooks import select, shards, together
 from tbhooks.buffer import NO_SITE, Recorder, Wanted, can_be_one_of_many
 from tbhooks.copies import Copies
 from tbhooks.frame import RAW_GRADIENT_NORM, Site
@@ -83,14 +83,14 @@ class ParameterReader:
 
     def backward_begins(self) -> None:
         """To tell afterwards which gradients it has added to: another model's backward leaves these as they are."""
-        if self._recorder.wants("weight_gradient"):
+        if self._recorder.wants("weight_gradient") and self._shows_its_parameters():
             self._look_up()
             gradients = {key: parameter.grad for key, parameter in self._tensors.items()}
             self._marks = {key: _Mark(weakref.ref(g), g._version) for key, g in gradients.items() if g is not None}
 
     def backward_ended(self, scale: Tensor | None) -> None:
         """The norm before anything clips or unscales; `scale` is what the gradients carry."""
-        if not self._recorder.wants("weight_gradient"):
+        if not self._recorder.wants("weight_gradient") or not self._shows_its_parameters():
             return
         self._look_up()
         gradients = {key: p.grad for key, p in self._tensors.items() if p.grad is not None}
@@ -104,6 +104,11 @@ class ParameterReader:
         with torch.no_grad():
             norm = total_norm(list(gradients.values()))
             self._recorder.scalar(RAW_GRADIENT_NORM, norm if scale is None else norm / scale.to(norm.device))
+
+    def _shows_its_parameters(self) -> bool:
+        """In the middle of a pass, too."""
+        model = self._model()
+        return model is not None and not shards.is_gathered_to_run(model)
 
     def unscaled(self, optimizer: Optimizer) -> None:
         """A scaler has divided its gradients."""
@@ -167,12 +172,25 @@ class ParameterReader:
         for path, parameter in select.parameters(modules).items():
             if isinstance(parameter, UninitializedParameter) or has_no_data(parameter):
                 self._report.cannot_see(f"weight/{path}", "it holds no data yet")
-            else:
-                self._paths[id(parameter)] = path
-                self._tensors[id(parameter)] = parameter
-
+                continue
+            self._paths[id(parameter)] = path
+            self._tensors[id(parameter)] = parameter
+            if shards.is_spread(parameter):
+                self._note_piece(path, parameter)
         if self._recorder.wants("update"):
-            self._before.make_room((key, p) for key, p in self._tensors.items() if can_be_one_of_many(p))
+            local = ((key, self._weight(key)) for key in self._tensors)
+            self._before.make_room((key, weight) for key, weight in local if can_be_one_of_many(weight))
+
+    def _note_piece(self, path: str, parameter: nn.Parameter) -> None:
+        if shards.is_in_pieces(parameter):
+            for kind in ("weight", "weight_gradient", "update"):
+                self._recorder.pieces[Site(path, kind)] = shards.piece(parameter)
+
+    def _weight(self, key: int) -> Tensor:
+        """What of it is on this rank."""
+        parameter = self._tensors[key]
+        local = shards.here(parameter)
+        return parameter if local is None else local
 
     def _site(self, key: int, kind: str) -> int:
         name = self._paths[key], kind
@@ -182,7 +200,7 @@ class ParameterReader:
 
     def _read_weight(self, key: int, batch: _Batch, keep: bool) -> None:
         """`keep`: and keeps a copy of it, to tell the update from."""
-        parameter, site = self._tensors[key], self._site(key, "weight")
+        parameter, site = self._weight(key), self._site(key, "weight")
         fresh = key not in self._read and site != NO_SITE
         self._read.add(key)
         if fresh and can_be_one_of_many(parameter):
@@ -198,7 +216,7 @@ class ParameterReader:
             self._report.cannot_see(f"weight/{self._paths[key]}", why)
 
     def _read_update(self, key: int, batch: _Batch) -> None:
-        site, parameter = self._site(key, "update"), self._tensors[key]
+        site, parameter = self._site(key, "update"), self._weight(key)
         copy = self._before.take_place(key, parameter) if can_be_one_of_many(parameter) else None
         if copy is not None:
             batch.by_kernel.append((site, parameter, NOWHERE, copy))
@@ -220,6 +238,11 @@ class ParameterReader:
         if self._report.unseen:
             self._report.sees(f"weight_gradient/{self._paths[key]}")
         self._read_gradients.add(key)
+        local = shards.here(gradient)
+        if local is None:
+            self._report.cannot_see(f"weight_gradient/{self._paths[key]}", describe(gradient))
+            return
+        gradient = local
         if scale is None and can_be_one_of_many(gradient):
             batch.by_kernel.append((site, gradient, NOWHERE, NOWHERE))
         elif together.fits(gradient):

@@ -5,8 +5,8 @@ Runs in the pump's thread. Reads host memory only; nothing here touches a device
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import numpy as np
@@ -14,8 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tbhooks import parts, stats
-from tbhooks.frame import GRADIENT_NORM, NONFINITE_SINCE, Frame, Site
+from tbhooks import parts, spread, stats
+from tbhooks.exchange import OF_PARAMETERS, UNKNOWN_PIECE, WHOLE, Merged, Table
+from tbhooks.frame import GRADIENT_NORM, NONFINITE_SINCE, RAW_GRADIENT_NORM, Frame, Site
 
 Number = TypeVar("Number", np.float64, np.int64)
 Span = tuple[int, int, int]
@@ -59,6 +60,10 @@ class Copy:
         return np.asarray(data[:, : stats.BUCKETS], dtype=np.int64)
 
 
+Merge = Callable[[Table], Merged | None]
+"""What all ranks saw, given what this one saw; None if that is not for this rank to know."""
+
+
 @dataclass(frozen=True)
 class Pending:
     """A step whose copy is under way. `frames` waits for it; nothing here touches the device."""
@@ -73,39 +78,86 @@ class Pending:
     calls: list[tuple[int, Span]]
     scalars: Scalars
     earlier: dict[int, Scalars]
+    pieces: Mapping[Site, int] = field(default_factory=dict)
+    """Of tensors that are spread over ranks, which piece was read."""
+    group: int = 0
+    """The lowest of the ranks that worked on the same batch."""
+    merge: Merge | None = None
+    """Joins it with what other ranks saw; they wait for that."""
 
     @property
     def nbytes(self) -> int:
         """What it holds of the host's memory until it is written."""
         return sum(copy.host.nbytes for copy in self.copies.values())
 
+    def without_numbers(self) -> Pending | None:
+        """What is left to do if its numbers are dropped."""
+        if self.merge is None:
+            return None
+        return replace(self, copies={}, calls=[], scalars={}, earlier={})
+
     def frames(self) -> list[Frame]:
         """The step's frame, after what is only now known of earlier ones."""
+        if self.merge is None:
+            return self._made(self._own(self._table()))
+        try:
+            table = self._table()
+        except BaseException:
+            self.merge(Table(self.step))  # the others wait for something
+            raise
+        merged = self.merge(table)
+        if merged is not None:
+            return self._made(merged)
+        return self._made(self._own(table)) if self.rank == 0 else []
+
+    def _own(self, table: Table) -> Merged:
+        """What this rank saw, alone: of weights in pieces nobody here knows a norm of all gradients."""
+        if any(site.kind == "weight_gradient" for site in self.pieces):
+            table = replace(table, scalars={k: v for k, v in table.scalars.items() if k != RAW_GRADIENT_NORM})
+            return Merged(table, spread.nothing(len(table.sites)), is_whole=False)
+        return Merged(table, spread.nothing(len(table.sites)))
+
+    def _made(self, merged: Merged) -> list[Frame]:
+        table = merged.table
+        late = [self._scalar_frame(step, scalars) for step, scalars in table.earlier.items()]
+        if not table.sites:
+            return [*late, self._scalar_frame(self.step, table.scalars)] if table.scalars else late
+        return [*late, self._frame(merged)]
+
+    def _scalar_frame(self, step: int, scalars: dict[str, float]) -> Frame:
+        nothing = np.zeros((0, 0), dtype=np.int64)
+        return Frame(step, self.time, self.rank, (), stats.empty_rows(0), nothing, scalars=scalars)
+
+    def _table(self) -> Table:
+        """The step's records, merged by site."""
         for copy in self.copies.values():
             copy.wait()
         rows = {i: copy.rows() for i, copy in self.copies.items()}
-        late = [self._scalar_frame(step, scalars, rows) for step, scalars in self.earlier.items()]
-        if not self.calls:
-            return [*late, self._scalar_frame(self.step, self.scalars, rows)] if self.scalars else late
-        return [*late, self._frame(rows)]
-
-    def _scalar_frame(self, step: int, scalars: Scalars, rows: dict[int, stats.Floats]) -> Frame:
-        nothing = np.zeros((0, 0), dtype=np.int64)
-        return Frame(step, self.time, self.rank, (), stats.empty_rows(0), nothing, scalars=_read(scalars, rows))
-
-    def _frame(self, rows: dict[int, stats.Floats]) -> Frame:
         order = list(dict.fromkeys(site for site, _ in self.calls))
         owner, record = self._records({site: i for i, site in enumerate(order)})
-        values = stats.merge(_gather(rows, record, stats.WIDTH), owner, len(order))
-        self._set_update_base(order, values)
         counts = np.zeros((len(order), 0), dtype=np.int64)
         if self.with_buckets:
             host_counts = {i: copy.counts() for i, copy in self.copies.items()}
             counts = stats.merge_counts(_gather(host_counts, record, stats.BUCKETS), owner, len(order))
-        scalars = {**_read(self.scalars, rows), **self._gradient_norm(order, values)}
-        shown = [i for i, site in enumerate(order) if self.sites[site].kind in self.kinds]
-        sites = tuple(self.sites[order[i]] for i in shown)
-        return Frame(self.step, self.time, self.rank, sites, values[shown], counts[shown], scalars=scalars)
+        sites = [self.sites[number] for number in order]
+        return Table(
+            self.step, sites, stats.merge(_gather(rows, record, stats.WIDTH), owner, len(order)), counts,
+            np.array([self._piece(site) for site in sites], dtype=np.int64), _read(self.scalars, rows),
+            {step: _read(scalars, rows) for step, scalars in self.earlier.items()}, self.group,
+        )  # fmt: skip
+
+    def _piece(self, site: Site) -> int:
+        return self.pieces.get(site, WHOLE if site.kind in OF_PARAMETERS else UNKNOWN_PIECE)
+
+    def _frame(self, merged: Merged) -> Frame:
+        sites, values, counts = merged.table.sites, merged.table.values, merged.table.counts
+        _set_update_base(sites, values)
+        scalars = {**merged.table.scalars, **(_gradient_norm(sites, values) if merged.is_whole else {})}
+        shown = [i for i, site in enumerate(sites) if site.kind in self.kinds]
+        return Frame(
+            self.step, self.time, self.rank, tuple(sites[i] for i in shown), values[shown], counts[shown],
+            scalars=scalars, spreads=merged.spreads[shown],
+        )  # fmt: skip
 
     def _records(self, position: dict[int, int]) -> tuple[NDArray[np.intp], list[tuple[int, int]]]:
         """The frame row each record merges into, and where each record lies."""
@@ -116,23 +168,25 @@ class Pending:
                 record.append((number, i))
         return np.array(owner, dtype=np.intp), record
 
-    def _set_update_base(self, order: list[int], values: stats.Floats) -> None:
-        """An update is measured against the weight it changed, which was reduced in the same step."""
-        weight = {self.sites[site].path: i for i, site in enumerate(order) if self.sites[site].kind == "weight"}
-        norms = stats.STATS["norm"](values)
-        for i, site in enumerate(order):
-            if self.sites[site].kind == "update" and self.sites[site].path in weight:
-                values[i, stats.BASE] = np.square(norms[weight[self.sites[site].path]])
 
-    def _gradient_norm(self, order: list[int], values: stats.Floats) -> dict[str, float]:
-        """The norm of all watched weight gradients together, as the optimizer used them."""
-        of_gradients = values[[i for i, site in enumerate(order) if self.sites[site].kind == "weight_gradient"]]
-        if not len(of_gradients):
-            return {}
-        squares = np.square(stats.STATS["norm"](of_gradients))
-        squares[of_gradients[:, stats.INFS] > 0] = np.inf  # unlike a site's own norm, one number must show them
-        squares[of_gradients[:, stats.NANS] > 0] = np.nan
-        return {GRADIENT_NORM: float(np.sqrt(squares.sum()))}
+def _set_update_base(sites: Sequence[Site], values: stats.Floats) -> None:
+    """An update is measured against the weight it changed, which was reduced in the same step."""
+    weight = {site.path: i for i, site in enumerate(sites) if site.kind == "weight"}
+    norms = stats.STATS["norm"](values)
+    for i, site in enumerate(sites):
+        if site.kind == "update" and site.path in weight:
+            values[i, stats.BASE] = np.square(norms[weight[site.path]])
+
+
+def _gradient_norm(sites: Sequence[Site], values: stats.Floats) -> dict[str, float]:
+    """The norm of all watched weight gradients together, as the optimizer used them."""
+    of_gradients = values[[i for i, site in enumerate(sites) if site.kind == "weight_gradient"]]
+    if not len(of_gradients):
+        return {}
+    squares = np.square(stats.STATS["norm"](of_gradients))
+    squares[of_gradients[:, stats.INFS] > 0] = np.inf  # unlike a site's own norm, one number must show them
+    squares[of_gradients[:, stats.NANS] > 0] = np.nan
+    return {GRADIENT_NORM: float(np.sqrt(squares.sum()))}
 
 
 def _gather(hosts: dict[int, NDArray[Number]], record: list[tuple[int, int]], width: int) -> NDArray[Number]:

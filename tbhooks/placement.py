@@ -88,6 +88,13 @@ class Placement:
             self._functional.listens = False
             self._functional.abandon()
 
+    def come_last(self) -> None:
+        """Behind the hooks of others that were put on since, and may replace an output."""
+        for hook in self.hooks.values():
+            module = hook.module()
+            if module is not None and self._key in module._forward_hooks:
+                module._forward_hooks[self._key] = module._forward_hooks.pop(self._key)
+
     def sweep(self) -> None:
         """Takes off hooks that others have moved to modules of their own, as quantisation does."""
         model = self._model()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from tbhooks import compiled, outputs, select
+from tbhooks import compiled, outputs, select, shards
 from tbhooks.autograd import NO_BACKWARD, at_end_of_backward, backward_pass, in_backward, unrecorded
 from tbhooks.buffer import NO_SITE, Recorder
 from tbhooks.compiled import Gate, runs_as_python
@@ -35,16 +35,6 @@ RECTIFIED = (":relu", ":relu6")
 
 def _never() -> bool:
     return False
-
-
-GRADIENTS_INSIDE = "compiled with other outputs: what they pass on to each other stays inside"
-
-
-def _with_gradients_inside(found: list[tuple[str, Tensor]]) -> bool:
-    """Whether these are several outputs of one compiled graph: a gradient from one to another is not seen outside."""
-    origins = [tensor.grad_fn for _, tensor in found if tensor.grad_fn is not None]
-    compiled_origins = [origin for origin in origins if type(origin).__name__ == "CompiledFunctionBackward"]
-    return len(compiled_origins) > 1
 
 
 class Probe:
@@ -188,7 +178,9 @@ class Probe:
         self.seen.called.add(hook.path)
         if not found:
             self._report.cannot_see(hook.path, f"its output, a {type(output).__name__}, shows no tensor")
-        inside = self.gate.was_compiled and _with_gradients_inside(found)
+        if any(shards.is_spread(tensor) for _, tensor in found):  # what parallelize_module put on comes after ours
+            self.placement.come_last()
+        inside = self.gate.was_compiled and compiled.with_gradients_inside(found)
         for index, tensor in found:
             self._saw_tensor(self.seen, hook, index, tensor, hidden=inside)
 
@@ -338,11 +330,12 @@ class Probe:
                 span = self._reduced(self._recorder, activation, tensor)
             if span is None or self._report.unseen:
                 self._note_readable(hook.path + index, tensor, span is not None)
-            if hook.has_units:
-                self.units.see(f"activation/{hook.path}{index}", tensor)
+            local = shards.here(tensor) if hook.has_units else None
+            if local is not None:
+                self.units.see(f"activation/{hook.path}{index}", local)
         if hidden and gradient != NO_SITE:
             gradient = NO_SITE
-            self._report.cannot_see(f"gradient/{hook.path}{index}", GRADIENTS_INSIDE)
+            self._report.cannot_see(f"gradient/{hook.path}{index}", compiled.GRADIENTS_INSIDE)
         wanted = tensor.requires_grad and (gradient != NO_SITE or hook.ends_backward)
         # A recomputed block is called with tensors that are hooked already, not with copies of them.
         if wanted and not (recomputed and (tensor.is_leaf or is_hooked(tensor, seen, gradient))):

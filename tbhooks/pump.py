@@ -35,6 +35,9 @@ class Step(Protocol):
 
     def frames(self) -> Sequence[Frame]: ...
 
+    def without_numbers(self) -> Step | None:
+        """What is left to do if it is dropped: other ranks may wait for it."""
+
 
 class Pump:
     """Owns the sinks once started; everything they are asked is asked from one thread."""
@@ -56,6 +59,11 @@ class Pump:
         """Evaluation passes go there from now on, and not with the rest."""
         self._evaluation_sinks = tuple(sinks)
 
+    def add(self, sink: Sink) -> None:
+        """One more from now on, for everything."""
+        with self._changed:
+            self._sinks = (*self._sinks, sink)
+
     def submit(self, step: Step) -> None:
         """Takes a step, or drops it; never waits."""
         with self._changed:
@@ -63,7 +71,10 @@ class Pump:
                 return
             if len(self._queue) >= QUEUE_STEPS and self._queued_bytes() + step.nbytes > QUEUE_BYTES:
                 self._report.drop("writing is slower than training; raise every=, or give fewer kinds")
-                return
+                left = step.without_numbers()
+                if left is None:
+                    return
+                step = left
             self._enqueue(step)
 
     def flush(self, timeout_s: float = DEADLINE_S) -> bool:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tbhooks.frame import Frame
+from tbhooks.peeked import Output, Peeked
 from tbhooks.stats import LOWER, UPPER, Counts, Floats
 
 # One column for each number people ask for first: heading, kind, stat.
@@ -26,8 +27,8 @@ _PARAMETER_COLUMNS = (
 
 def table(frame: Frame) -> str:
     """Modules in execution order, then parameters, each with the few numbers that tell most."""
-    modules = _names(frame, ("activation", "gradient"))
-    parameters = _names(frame, ("weight", "weight_gradient", "update"))
+    modules = names_of(frame, ("activation", "gradient"))
+    parameters = names_of(frame, ("weight", "weight_gradient", "update"))
     parts = [f"step {frame.step}"]
     if modules:
         parts.append(_block("module", modules, _MODULE_COLUMNS, frame))
@@ -36,21 +37,42 @@ def table(frame: Frame) -> str:
     return "\n\n".join(parts)
 
 
-def _names(frame: Frame, kinds: Sequence[str]) -> list[str]:
+def outputs_of(frame: Frame) -> Mapping[str, Output]:
+    """What the outputs of modules were, where the frame knows it."""
+    return frame.outputs if isinstance(frame, Peeked) else {}
+
+
+def shape(sizes: tuple[int, ...]) -> str:
+    """`8x16x4`, or in words that there is but one number."""
+    return "x".join(map(str, sizes)) or "one number"
+
+
+def names_of(frame: Frame, kinds: Sequence[str]) -> list[str]:
+    """Every place that has one of the kinds, in the order of the first kind."""
     return list(dict.fromkeys(site.name for kind in kinds for site in frame.sites if site.kind == kind))
 
 
 def _block(heading: str, names: list[str], columns: Sequence[tuple[str, str, str]], frame: Frame) -> str:
-    lines = [[heading, *(title for title, _, _ in columns), "distribution"]]
+    outputs = outputs_of(frame) if heading == "module" else {}
+    known = ["type", "output", "dtype"] if outputs else []
+    lines = [[heading, *known, *(title for title, _, _ in columns), "distribution"]]
     for name in names:
         cells = [_cell(frame, name, kind, stat) for _, kind, stat in columns]
-        lines.append([printable(name), *cells, sparkline(frame, name, columns[0][1])])
+        lines.append([printable(name), *_output(outputs, name), *cells, sparkline(frame, name, columns[0][1])])
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    left = {*range(len(known) + 1), len(widths) - 1}
     return "\n".join(
-        "  ".join(cell.ljust(width) if i in (0, len(widths) - 1) else cell.rjust(width)
+        "  ".join(cell.ljust(width) if i in left else cell.rjust(width)
                   for i, (cell, width) in enumerate(zip(line, widths, strict=True))).rstrip()
         for line in lines
     )  # fmt: skip
+
+
+def _output(outputs: Mapping[str, Output], name: str) -> list[str]:
+    if not outputs:
+        return []
+    known = outputs.get(name)
+    return ["-"] * 3 if known is None else [printable(known.module), shape(known.shape), known.dtype]
 
 
 def _cell(frame: Frame, name: str, kind: str, stat: str) -> str:
@@ -72,25 +94,23 @@ def sparkline(frame: Frame, name: str, kind: str, width: int = 24) -> str:
     low, high = reading.min, reading.max
     if not np.isfinite(low) or low == high:
         return "" if not np.isfinite(low) else f"all {low:.3g}"
-    heights = _rebinned(reading.counts, low, high, width)
+    heights = rebinned(reading.counts, low, high, width)
     top = heights.max()
     bars = (_BLOCKS[0 if h == 0 else 1 + round(h / top * (len(_BLOCKS) - 2))] for h in heights)
     return f"{low:.2g} {''.join(bars)} {high:.2g}"
 
 
-def _rebinned(counts: Counts, low: float, high: float, width: int) -> Floats:
-    """Bucket counts spread evenly over equal bins."""
-    bins = np.linspace(low, high, width + 1)
-    left, right = np.clip(LOWER, low, high), np.clip(UPPER, low, high)
-    heights = np.zeros(width)
-    for bucket in np.flatnonzero(counts):
-        span = max(right[bucket] - left[bucket], np.finfo(float).tiny)
-        overlap = np.clip(np.minimum(right[bucket], bins[1:]) - np.maximum(left[bucket], bins[:-1]), 0, None)
-        share = overlap / span
-        if share.sum() == 0:  # a bucket that is one point
-            share[min(int((left[bucket] - low) / (high - low) * width), width - 1)] = 1.0
-        heights += counts[bucket] * share
-    return heights
+def rebinned(counts: Counts, low: float, high: float, width: int) -> Floats:
+    """Bucket counts spread over equal bins between the least and the greatest value there is."""
+    return np.diff(cumulated(counts, low, high, np.linspace(low, high, width + 1)))
+
+
+def cumulated(counts: Counts, low: float, high: float, places: Floats) -> Floats:
+    """How many elements are below each place; evenly spread within a bucket, which ends at the least or greatest."""
+    ends = np.clip(np.append(LOWER, UPPER[-1]), low, high)
+    below = np.interp(places, ends, np.concatenate([[0], np.cumsum(counts)]))
+    # A bucket may be one point, and stands at an end then: all of it is beyond the least, and below the greatest.
+    return np.where(places <= low, 0.0, np.where(places >= high, counts.sum(), below))
 
 
 def trend(values: Floats, wrong: NDArray[np.bool_], width: int) -> str:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from tbhooks import outputs
+from tbhooks import outputs, shards
 from tbhooks.autograd import in_backward
 from tbhooks.buffer import Recorder
 from tbhooks.compiled import never_compiled
@@ -133,9 +133,11 @@ class Replay:
         model = self._model()
         if model is None or not self._passes:
             return Culprit(None, f"the step's inputs were not seen: {UNKNOWN}")
+        if any(shards.is_spread(parameter) for parameter in model.parameters()):
+            return Culprit(None, f"its weights lie on several ranks, and one cannot run it alone: {UNKNOWN}")
         self._running = True
         try:
-            with _left_as_it_is(model), _run_eagerly(), _everything_read(model, self._probe) as recorder:
+            with _left_as_it_is(model), run_eagerly(), _everything_read(model, self._probe) as recorder:
                 for kept in self._passes:
                     _run_again(model, kept)
                 frames = recorder.pack(0, 0).frames()
@@ -160,6 +162,8 @@ def _keep_gradient(kept: dict[str, Tensor], index: str, gradient: Tensor | None)
 
 
 def _values(gradient: Tensor) -> Tensor:
+    local = shards.here(gradient)
+    gradient = gradient if local is None else local
     return gradient.coalesce().values() if gradient.layout is torch.sparse_coo else gradient
 
 
@@ -212,7 +216,7 @@ def _left_as_it_is(model: nn.Module) -> Iterator[None]:
                 buffer.copy_(value)
 
 
-def _run_eagerly() -> contextlib.AbstractContextManager[Any]:
+def run_eagerly() -> contextlib.AbstractContextManager[Any]:
     """Compiled code would not notice hooks that were not there when it was compiled."""
     if "torch._dynamo" in sys.modules:
         eager: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")

@@ -43,6 +43,8 @@ class Stats:
     """Time spent in the training thread."""
     seconds_pump: float
     """Time spent in the background thread."""
+    seconds_views: float
+    """The part of it that live views took."""
     clock: str
     """What ends a step: "optimizer", "forward" or "manual"; "auto" until that is known."""
     skipped: int
@@ -62,6 +64,7 @@ class Report:
     dropped: int = 0
     seconds_training: float = 0.0
     seconds_pump: float = 0.0
+    seconds_views: float = 0.0
     unseen: dict[str, str] = field(default_factory=dict)
     messages: list[str] = field(default_factory=list)
     _guarding: bool = False

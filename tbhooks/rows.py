@@ -55,6 +55,8 @@ def describe(tensor: Tensor) -> str:
         return f"{dtype} tensor without data"
     if tensor.is_nested:
         return f"nested {dtype} tensor"
+    if any(placement.is_partial() for placement in getattr(tensor, "placements", ())):
+        return f"{dtype} tensor whose summands are on several ranks"
     if type(tensor) not in (Tensor, Parameter):
         return f"{type(tensor).__name__} of {dtype}"
     return f"{dtype} tensor" if tensor.layout is torch.strided else f"{dtype} tensor of layout {tensor.layout}"

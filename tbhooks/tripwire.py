@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from tbhooks import shards
 from tbhooks.buffer import Recorder
 from tbhooks.frame import NONFINITE_SINCE
 
@@ -38,10 +39,9 @@ class Tripwire:
         if step == self._last_step:
             return  # another optimizer of the same step
         gradient = _small_gradient(optimizer)
+        gradient = None if gradient is None else shards.here(gradient)
         if gradient is None:
             return
-        if hasattr(gradient, "to_local"):  # what other ranks hold would have to be asked for
-            gradient = gradient.to_local()
         if self._sums is None or self._sums.device != gradient.device:
             self._prepare(gradient)
         if self._used == MOST_STEPS or step != self._first_step + self._used:

@@ -71,6 +71,9 @@ class Step:
             raise self._problem
         return self._frames
 
+    def without_numbers(self) -> None:
+        """Nobody waits for it."""
+
 
 def make_model() -> nn.Sequential:
     torch.manual_seed(0)

@@ -47,12 +47,41 @@ CAPTURE = {
     "triton_rows",
     "unfinished",
     "units",
+    "untouched",
+    "records",
+    "shards",
 }
-WITHOUT_TORCH = {"stats", "frame", "errors", "plain", "parts", "history", "rules"}
+WITHOUT_TORCH = {
+    "stats",
+    "frame",
+    "errors",
+    "findings",
+    "history",
+    "notebook",
+    "parts",
+    "peeked",
+    "plain",
+    "render",
+    "rules",
+    "series",
+    "spread",
+    "exchange",
+    "following",
+}
 HOOKS = {"register_forward_hook", "register_forward_pre_hook", "register_hook"}
 WAITS_FOR_THE_DEVICE = {"item", "cpu", "tolist", "numpy"}
 MAY_PRINT = {"cli", "demo"}
-NEVER_IMPORTED_BY_DEFAULT = ("tensorboardX", "sklearn", "transformers", "matplotlib", "IPython", "wandb", "lightning")
+NEVER_IMPORTED_BY_DEFAULT = (
+    "tensorboardX",
+    "sklearn",
+    "transformers",
+    "matplotlib",
+    "pandas",
+    "IPython",
+    "anywidget",
+    "wandb",
+    "lightning",
+)
 
 
 def dotted(file: Path) -> str:
@@ -264,6 +293,11 @@ def in_a_fresh_process(program: str) -> str:
 @pytest.mark.parametrize("module", ["tbhooks", "tbhooks.plugin", "tbhooks.runs", "tbhooks.cli"])
 def test_torch_is_not_imported_before_it_is_needed(module: str) -> None:
     assert in_a_fresh_process(f"import sys, {module}; print('torch' in sys.modules)") == "False\n"
+
+
+def test_peek_is_the_function_whatever_was_imported_first() -> None:
+    program = "import tbhooks\nfrom tbhooks.peek import MOST_KEPT_BYTES\nprint(tbhooks.peek.__name__)"
+    assert in_a_fresh_process(program) == "peek\n"
 
 
 @pytest.mark.parametrize("first", ["from tbhooks.watch import Watch", "import tbhooks.demo", "pass"])

@@ -193,7 +193,7 @@ def test_inference_mode_may_come_and_go_within_a_step() -> None:
 
 @pytest.mark.parametrize("with_buckets", [True, False])
 def test_a_step_that_never_ends_is_bounded_and_flagged(with_buckets: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buffer, "MOST_BYTES", 300_000)
+    monkeypatch.setattr("tbhooks.records.MOST_BYTES", 300_000)
     recorder = started(with_buckets=with_buckets)
     tensors = [torch.full((2,), float(i)) for i in range(10_000)]
     for tensor in tensors:
@@ -209,7 +209,7 @@ def test_a_step_that_never_ends_is_bounded_and_flagged(with_buckets: bool, monke
 
 
 def test_the_step_after_an_overflow_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buffer, "MOST_BYTES", 0)
+    monkeypatch.setattr("tbhooks.records.MOST_BYTES", 0)
     recorder = started()
     for _ in range(100):
         recorder.record(recorder.number(A), torch.ones(2))

@@ -19,7 +19,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils.tensorboard import SummaryWriter
 
 import tbhooks
-from tbhooks import JsonlSink, MemorySink, buffer
+from tbhooks import JsonlSink, MemorySink
 from tbhooks.errors import ArgumentError, ClosedError
 from tbhooks.frame import ALL_KINDS, KINDS
 from tbhooks.sinks.jsonl import read
@@ -314,7 +314,7 @@ def test_without_histograms_evaluations_have_none() -> None:
 
 
 def test_an_evaluation_of_too_many_calls_says_that_it_was_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buffer, "MOST_BYTES", 1 << 17)
+    monkeypatch.setattr("tbhooks.records.MOST_BYTES", 1 << 17)
     run = watched("t" + "e" * 50)
     run.watcher.close()
     assert any("more calls than its buffer holds" in message for message in run.watcher.stats.messages)

@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
 import tbhooks
-from tbhooks.buffer import Buffer, Recorder
+from tbhooks.buffer import Recorder
+from tbhooks.records import Buffer
 from tests import twin, zoo
 from tests.loops import forward, mlp, sgd, steps_of, train
 
@@ -438,7 +439,7 @@ def test_forwards_without_backward_leak_nothing() -> None:
 
 
 def test_a_step_that_never_ends_is_bounded_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tbhooks.buffer.MOST_BYTES", 1 << 20)
+    monkeypatch.setattr("tbhooks.records.MOST_BYTES", 1 << 20)
     model = mlp()
     with tbhooks.watch(model, every=1, step="manual") as watching:
         for _ in range(500):

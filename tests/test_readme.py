@@ -20,8 +20,9 @@ def test_the_tables_are_those_the_benchmarks_measured(monkeypatch: pytest.Monkey
     assert importlib.import_module("readme").filled(README) == README
 
 
-def test_the_example_of_watch_runs() -> None:
-    module = importlib.import_module("tbhooks.watch")
+@pytest.mark.parametrize("name", ["tbhooks.watch", "tbhooks.peek"])
+def test_the_examples_run(name: str) -> None:
+    module = importlib.import_module(name)
     assert doctest.testmod(module).attempted > 0
     assert doctest.testmod(module).failed == 0
 

@@ -16,6 +16,7 @@ from tbhooks.rules.backward import (
     update_ratio,
     vanishing_gradient,
 )
+from tbhooks.rules.between import sick_rank
 from tbhooks.rules.diagnosis import Rule, ShippedRule
 from tbhooks.rules.forward import (
     attention_collapse,
@@ -43,9 +44,10 @@ SHIPPED = (
     collapsed_variance,
     attention_collapse,
     bad_init,
+    sick_rank,
 )
 RULES: dict[str, Rule] = {rule.name: rule for rule in SHIPPED}
-"""What `rules="default"` runs. `sick_rank` will join it when frames tell what the ranks differ in."""
+"""What `rules="default"` runs."""
 
 
 def choose(rules: object) -> tuple[Rule, ...]:
@@ -71,5 +73,5 @@ def choose(rules: object) -> tuple[Rule, ...]:
 __all__ = [
     "RULES", "SHIPPED", "Judge", "Rule", "attention_collapse", "bad_init", "choose", "collapsed_variance",
     "dead_units", "exploding_activation", "exploding_gradient", "loss_spike", "low_precision", "missing_gradient",
-    "non_finite", "saturated", "unchanged_weight", "update_ratio", "vanishing_gradient",
+    "non_finite", "saturated", "sick_rank", "unchanged_weight", "update_ratio", "vanishing_gradient",
 ]  # fmt: skip

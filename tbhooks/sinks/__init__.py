@@ -19,3 +19,11 @@ class Sink(Protocol):
 
     def close(self) -> None:
         """Releases what the sink holds; nothing is written afterwards."""
+
+
+@runtime_checkable
+class HasSteps(Protocol):
+    """A sink that can tell how far whoever wrote there before has come."""
+
+    def last_step(self) -> int | None:
+        """The last step written, by an earlier process too; None if there is none."""

@@ -30,6 +30,9 @@ class JsonlSink:
         self._file.write(line + "\n")
         self._file.flush()
 
+    def last_step(self) -> int | None:
+        return max((frame.step for frame in read(self.path)), default=None)
+
     def flush(self) -> None:
         self._file.flush()
 

@@ -15,6 +15,7 @@ import numpy as np
 from tensorboard.compat.proto import summary_pb2
 from tensorboard.summary.writer import record_writer
 
+from tbhooks.errors import TbhooksError
 from tbhooks.frame import Frame, Site
 from tbhooks.sinks import wire
 from tbhooks.sinks.crc import use_fast_crc
@@ -70,6 +71,14 @@ class TensorBoardSink:
         """Has `drain` called when the user flushes or closes the writer, so that nothing comes too late."""
         if not self._owned:
             self._unhook = drain_first(self._writer, drain)
+
+    def last_step(self) -> int | None:
+        from tbhooks import runs  # noqa: PLC0415  only after a restart
+
+        try:
+            return max(runs.read(self.destination).steps, default=None)
+        except TbhooksError:  # nothing of ours is there
+            return None
 
     def write(self, frame: Frame) -> None:
         summary = self._encoded(frame)

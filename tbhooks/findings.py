@@ -1,0 +1,33 @@
+"""Findings as a list that shows itself in a notebook, and the order they are told in."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from tbhooks.frame import Finding, Frame, Site
+
+SEVERITIES = ("error", "warning", "info")
+
+
+class Findings(list[Finding]):
+    """What `Watch.findings` returns; a list in every other respect."""
+
+    def _repr_mimebundle_(
+        self, include: Collection[str] | None = None, exclude: Collection[str] | None = None
+    ) -> dict[str, str]:
+        from tbhooks import notebook  # noqa: PLC0415  only where there is one
+
+        return notebook.mimebundle(*notebook.of_findings(self), include, exclude)
+
+
+def by_severity(findings: Iterable[Finding]) -> list[Finding]:
+    """The worst first, and of those the earliest."""
+    return sorted(findings, key=lambda finding: (SEVERITIES.index(finding.severity), finding.step))
+
+
+def first_of_each(frames: Iterable[Frame]) -> list[Finding]:
+    """A trouble is in every frame that has it; it is told from where it began."""
+    found: dict[tuple[str, Site | None], Finding] = {}
+    for finding in (finding for frame in frames for finding in frame.findings):
+        found.setdefault((finding.rule, finding.site), finding)
+    return list(found.values())

@@ -1,0 +1,124 @@
+"""Fixed-width records on one device, and the one copy that moves them to the host.
+
+Every reduced tensor takes the next record of a preallocated buffer. `copy_out` is the only place of the capture side
+that moves data there.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tbhooks import buckets, stats
+from tbhooks.kernel import NOWHERE, Address
+from tbhooks.pending import Copy
+from tbhooks.unfinished import Unfinished
+
+# A step that never ends must not eat the device: past this many bytes of records, calls go unseen.
+MOST_BYTES = 256 << 20
+
+FEWEST = 64
+
+
+class Buffer:
+    """Records of one device, handed out in order and copied out together."""
+
+    def __init__(self, like: Tensor, with_buckets: bool, capacity: int) -> None:
+        self.device = device = like.device
+        self.with_buckets = with_buckets
+        # Made by a tensor that is there already, which works on every device there is; on a CPU it could be a
+        # subclass that makes its own kind.
+        self._like = torch.zeros((), device="cpu") if device.type == "cpu" else like.detach().new_zeros(())
+        # Devices without float64 keep float32 rows; counts are then exact to 2**24.
+        self.row_type = torch.float32 if device.type == "mps" else torch.float64
+        unit = self.row_type.itemsize
+        row_bytes = stats.WIDTH * unit
+        count_bytes = -(-buckets.SLOTS * 4 // unit) * unit if with_buckets else 0
+        self.row_bytes, self.record_bytes = row_bytes, row_bytes + count_bytes
+        self._chunks: list[Tensor] = []
+        self._address = NOWHERE
+        self._rows: list[Tensor] = []
+        self._counts: list[Tensor] = []
+        self.records = 0
+        self.used = 0
+        self.overflowed = False
+        self.unfinished = Unfinished(device)
+        self._grow(max(capacity, FEWEST))
+
+    def take(self) -> int | None:
+        """The number of a fresh record, or None when a step has made more calls than may be held."""
+        if self.used >= self.records:
+            room = MOST_BYTES // self.record_bytes - self.used
+            if room <= 0:
+                self.overflowed = True
+                return None
+            self._grow(min(max(self.used, FEWEST), room))
+        self.used += 1
+        return self.used - 1
+
+    def row(self, record: int) -> Tensor:
+        if record >= len(self._rows):
+            self._make_views()
+        return self._rows[record]
+
+    def counts(self, record: int) -> Tensor:
+        if record >= len(self._counts):
+            self._make_views()
+        return self._counts[record]
+
+    def addresses(self, record: int) -> tuple[Address, Address]:
+        """Where the row and the counts lie of the record that was taken last, on a CPU."""
+        row = self._address + record * self.record_bytes
+        return row, row + self.row_bytes if self.with_buckets else NOWHERE
+
+    def pack(self) -> tuple[Tensor, int]:
+        """All used records as one tensor on the device, and how many bytes of parts lie behind them."""
+        self.unfinished.wait_for_streams()
+        left, packed = self.used, []
+        for chunk in self._chunks:
+            packed.append(chunk[: min(left, len(chunk))])
+            left = max(0, left - len(chunk))
+        parts = self.unfinished.packed()
+        if parts is not None:
+            return torch.cat([*(chunk.view(-1) for chunk in packed), parts]), len(parts)
+        return (packed[0] if len(packed) == 1 else torch.cat(packed)), 0
+
+    def reset(self) -> None:
+        """Makes all records fresh, in one chunk that fits what the last step needed."""
+        needed = self.records
+        if len(self._chunks) > 1:
+            self._chunks, self._rows, self._counts, self.records, self.used = [], [], [], 0, 0
+            self._grow(needed)
+        elif self.with_buckets:
+            self._chunks[0][: self.used].zero_()
+        self.used, self.overflowed = 0, False
+        self.unfinished.forget()
+
+    def _grow(self, records: int) -> None:
+        with torch.inference_mode(False):
+            chunk = self._like.new_zeros((records, self.record_bytes), dtype=torch.uint8)
+        self._chunks.append(chunk)
+        # Of record 0, were all of them in this chunk: those handed out from now on are.
+        self._address = chunk.data_ptr() - self.records * self.record_bytes
+        self.records += records
+
+    def _make_views(self) -> None:
+        """Only torch operations need them, and many thousands take a while to make."""
+        self._rows, self._counts = [], []
+        with torch.inference_mode(False):  # a tensor made inside it could not be written outside
+            for chunk in self._chunks:
+                self._rows += chunk[:, : self.row_bytes].view(self.row_type).unbind()
+                if self.with_buckets:
+                    self._counts += chunk[:, self.row_bytes :].view(torch.int32)[:, : buckets.SLOTS].unbind()
+
+
+def copy_out(buffer: Buffer) -> Copy:
+    """Starts moving all its records, and says where they will be."""
+    packed, part_bytes = buffer.pack()
+    cuda = buffer.device.type == "cuda"
+    host = torch.empty(packed.shape, dtype=packed.dtype, device="cpu", pin_memory=cuda)
+    host.copy_(packed, non_blocking=cuda)
+    event = torch.cuda.Event() if cuda else None  # type: ignore[no-untyped-call]
+    if event is not None:
+        event.record(torch.cuda.current_stream(buffer.device))
+    return Copy(host, buffer.row_type, event, buffer.unfinished.blocks, buffer.record_bytes, part_bytes)
