@@ -25,7 +25,7 @@ _VIRIDIS = ((68, 1, 84), (71, 44, 122), (59, 81, 139), (44, 113, 142), (33, 144,
             (92, 200, 99), (170, 220, 50), (253, 231, 37))  # fmt: skip
 NOT_FINITE = (255, 45, 60)
 LEVELS = 254
-_ABSENT, _WRONG = 255, 254
+_ABSENT, WRONG = 255, 254
 
 
 def _palette() -> bytes:
@@ -74,7 +74,7 @@ class Scale:
 def picture(values: Floats, wrong: NDArray[np.bool_], scale: Scale) -> str:
     """A matrix as a data URI, a pixel a number."""
     levels = scale.levels(values)
-    levels[wrong] = _WRONG
+    levels[wrong] = WRONG
     return "data:image/png;base64," + base64.b64encode(png(levels)).decode()
 
 

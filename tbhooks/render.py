@@ -83,7 +83,7 @@ def _cell(frame: Frame, name: str, kind: str, stat: str) -> str:
     return number(value, stat, int(reading.nan_count + reading.inf_count))
 
 
-_BLOCKS = " ▁▂▃▄▅▆▇█"
+BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
 def sparkline(frame: Frame, name: str, kind: str, width: int = 24) -> str:
@@ -96,7 +96,7 @@ def sparkline(frame: Frame, name: str, kind: str, width: int = 24) -> str:
         return "" if not np.isfinite(low) else f"all {low:.3g}"
     heights = rebinned(reading.counts, low, high, width)
     top = heights.max()
-    bars = (_BLOCKS[0 if h == 0 else 1 + round(h / top * (len(_BLOCKS) - 2))] for h in heights)
+    bars = (BLOCKS[0 if h == 0 else 1 + round(h / top * (len(BLOCKS) - 2))] for h in heights)
     return f"{low:.2g} {''.join(bars)} {high:.2g}"
 
 
@@ -120,10 +120,10 @@ def trend(values: Floats, wrong: NDArray[np.bool_], width: int) -> str:
     chunks = np.array_split(np.arange(len(values)), min(width, len(values)))
     known = np.where(np.isfinite(values), values, np.nan)
     tops = np.array([_furthest(known[chunk]) for chunk in chunks])
-    heights = _scaled(tops)
+    heights = scaled(tops)
     marks = (any(wrong[chunk]) for chunk in chunks)
     return "".join(
-        "!" if mark else " " if np.isnan(height) else _BLOCKS[1 + round(height * (len(_BLOCKS) - 2))]
+        "!" if mark else " " if np.isnan(height) else BLOCKS[1 + round(height * (len(BLOCKS) - 2))]
         for mark, height in zip(marks, heights, strict=True)
     )
 
@@ -144,7 +144,7 @@ def is_wide(values: Floats) -> bool:
     return bool(len(positive)) and bool((known >= 0).all()) and positive.max() / positive.min() > WIDE
 
 
-def _scaled(values: Floats) -> Floats:
+def scaled(values: Floats) -> Floats:
     """Between 0 and 1."""
     if is_wide(values):
         with np.errstate(divide="ignore"):

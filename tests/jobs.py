@@ -18,6 +18,7 @@ from torch import Tensor, distributed, nn
 
 import tbhooks
 from tbhooks.frame import Frame
+from tbhooks.hooks import ForwardHook
 from tests import zoo
 
 STEPS, EVERY = 5, 2
@@ -236,3 +237,267 @@ def _nothing() -> Any:
 
 def _all_of(parameter: Tensor) -> Tensor:
     return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter  # type: ignore[no-any-return]
+
+
+# What goes wrong, and what is unlike. Nobody's training waits for another rank here, unless it says so. -----------
+
+
+def _quick(rank: int, steps: int) -> tuple[Any, nn.Module]:
+    """A training of each rank for itself, watched together."""
+    model = make_model()
+    w = tbhooks.watch(model, "run" if rank == 0 else None, EVERY, ranks="merge")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for step in range(steps):
+        loss_of(model(batch(step, rank))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return w, model
+
+
+def told(rank: int, watching: Any) -> tuple[list[int], tuple[str, ...], list[float]]:
+    """The steps in the history, what was said, and of how many ranks each frame is."""
+    frames = list(watching.history)
+    return [f.step for f in frames], watching.stats.messages, [f.scalars.get("train.ranks", 1.0) for f in frames]
+
+
+def disagree(rank: int, options: list[dict[str, Any]], change: str = "") -> str:
+    """The error that watch() raises."""
+    model = make_model()
+    if change and rank == 1:
+        changes: dict[str, Callable[[], None]] = {
+            "shape": lambda: setattr(model, "head", nn.Linear(7, 4).double()),
+            "module": lambda: model.add_module("more", nn.Linear(3, 3).double()),
+            "type": lambda: setattr(model, "act", nn.GELU()),
+        }
+        changes[change]()
+    try:
+        tbhooks.watch(model, None, ranks="merge", **options[rank])
+    except tbhooks.ArgumentError as problem:
+        return str(problem)
+    return "agreed"
+
+
+def absent(rank: int, who: int) -> str:
+    """One of the ranks never calls watch()."""
+    if rank == who:
+        import time
+
+        time.sleep(9)
+        return "absent"
+    return disagree(rank, [{}, {}])
+
+
+def ends(rank: int, how: str) -> Any:
+    """Rank 1 ends in the middle; rank 0 trains on."""
+    import signal
+    import sys
+    import time
+
+    def end() -> None:
+        if rank == 1:
+            {
+                "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+                "raises": lambda: (_ for _ in ()).throw(RuntimeError("out of luck")),
+                "exits": lambda: sys.exit(0),
+                "is late": lambda: time.sleep(12),
+                "labels otherwise": lambda: None,
+            }[how]()
+
+    started = time.monotonic()
+    w, model = _quick(rank, 3)
+    if how == "labels otherwise":
+        w.step(100 + rank)
+    w.flush()
+    end()
+    slowest = 0.0
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for step in range(3, 9):
+        before = time.monotonic()
+        loss_of(model(batch(step, rank))).backward()
+        optimizer.step()
+        if how == "labels otherwise":
+            w.step(100 + step + rank)
+        slowest = max(slowest, time.monotonic() - before)
+    found = told(rank, w)
+    w.close()
+    return *found, slowest, time.monotonic() - started
+
+
+def distributed_failure(rank: int) -> None:
+    """Rank 1 raises in the middle of a training that needs both."""
+    model = make_model()
+    called = ddp(model)
+    tbhooks.watch(called, "run", 1, ranks="merge")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(6):
+        if rank == 1 and step == 3:
+            raise RuntimeError("out of luck")
+        loss_of(called(batch(step, rank))).backward()
+        optimizer.step()
+
+
+def paused(rank: int) -> Any:
+    """Rank 1 reads nothing of step 2."""
+    model = make_model()
+    w = tbhooks.watch(model, None, EVERY, ranks="merge", kinds=("activation",))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for step in range(5):
+        import contextlib
+
+        with w.paused() if rank == 1 and step == 2 else contextlib.nullcontext():
+            loss_of(model(batch(step, rank))).backward()
+            optimizer.step()
+    return [frame["up", "activation"].count for frame in w.history], *told(rank, w)
+
+
+class Sometimes(nn.Module):
+    """Runs one of its parts on the first rank alone."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+        self.always, self.seldom = nn.Linear(6, 3).double(), nn.Linear(3, 3).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.always(x)
+        return self.seldom(x) if self.rank == 0 else x
+
+
+def sometimes(rank: int) -> Any:
+    torch.manual_seed(0)
+    model = Sometimes(rank)
+    w = tbhooks.watch(model, None, 1, ranks="merge")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        loss_of(model(batch(step, rank))).backward()
+        optimizer.step()
+    counts = [(f["always", "activation"].count, f["seldom", "activation"].count) for f in w.history]
+    return counts, *told(rank, w)
+
+
+def differing(rank: int, factor: float) -> Any:
+    """Rank 1's batches are not like those of the others."""
+    model = make_model()
+    w = tbhooks.watch(model, None, 1, ranks="merge")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for step in range(3):
+        loss_of(model(batch(step, rank) * (factor if rank == 1 else 1.0))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    frame = w.latest
+    spread = None if frame is None else frame["up", "activation"].spread("norm")
+    return [(f.rule, f.severity, f.message, dict(f.evidence)) for f in w.findings], spread, w.stats.messages
+
+
+def logging(rank: int) -> Any:
+    """Numbers of the user's: from all ranks, from one, late."""
+    model = make_model()
+    w = tbhooks.watch(model, None, 1, ranks="merge", kinds=("activation",))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for step in range(4):
+        w.log({"loss": float(10 * step + rank)})
+        if rank == 0:
+            w.log({"mine": torch.tensor(7.0)})
+        loss_of(model(batch(step, rank))).backward()
+        optimizer.step()
+        w.log({"late": 100.0 * rank + step})
+    w.flush()
+    found = [dict(frame.scalars) for frame in w.history]
+    return found, *told(rank, w)
+
+
+def dropping(rank: int) -> Any:
+    """Rank 1 is out of memory for numbers, and drops every step."""
+    if rank == 1:
+        from tbhooks import pump
+
+        pump.QUEUE_STEPS, pump.QUEUE_BYTES = 0, -1
+    w, _model = _quick(rank, 5)
+    found = told(rank, w)
+    return [frame["up", "activation"].count for frame in w.history], w.stats.dropped, *found
+
+
+def only_the_first_reads(rank: int) -> Any:
+    """As where there are very many ranks."""
+    from tbhooks import ranks
+
+    ranks.MOST_FOR_EVERYONE = 0
+    w, _model = _quick(rank, 5)
+    return [frame["up", "activation"].count for frame in w.history], *told(rank, w)
+
+
+def ends_with_the_group(rank: int) -> Any:
+    """The script destroys the process group before anything closes the watch."""
+    original = distributed.destroy_process_group
+    w, _model = _quick(rank, 3)
+    was_wrapped = distributed.destroy_process_group is not original
+    distributed.destroy_process_group()
+    found = told(rank, w)
+    w.close()
+    return was_wrapped, distributed.destroy_process_group is original, *found
+
+
+def local(rank: int, wrap: str, first: bool) -> Any:
+    """What the default does: the first rank sees its own part, the others do nothing at all."""
+    model = make_model()
+    w = tbhooks.watch(model, "run", 1) if first else None
+    called = WRAPS[wrap](model)
+    w = w or tbhooks.watch(called, "run", 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        loss_of(called(batch(step, rank))).backward()
+        hooks = sum(isinstance(h, ForwardHook) for module in model.modules() for h in module._forward_hooks.values())
+        optimizer.step()
+        optimizer.zero_grad()
+    mine = {name: _here(parameter).numel() for name, parameter in model.named_parameters()}
+    frames = list(w.history)
+    w.close()
+    files = sorted(str(path) for path in Path("run").rglob("*") if f".{os.getpid()}." in path.name)
+    return frames, mine, hooks, files, w.stats
+
+
+def _here(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter  # type: ignore[no-any-return]
+
+
+def mixed(rank: int) -> Any:
+    """FSDP computes in another precision than the weights have."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    from tests.twin import Twin
+
+    model = make_model()
+    fsdp(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32))
+    seen = Twin(nn.Identity())
+    for path, module in model.named_modules():
+        module.register_forward_hook(seen._saw(path or "(root)"))
+    w = tbhooks.watch(model, None, 1, ranks="merge", kinds=("activation", "gradient"))
+    loss_of(model(batch(0, rank))).backward()
+    parts = dict(seen._parts)
+    seen.close()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    return parts, list(w.history), w.stats.messages
+
+
+def pipeline(rank: int, watched: str) -> Any:
+    """Two stages with two micro-batches; `watched` is the part of a stage, or the whole model that has both."""
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    model = make_model()
+    names = [["up", "act"], ["down", "norm", "head"]][rank]
+    stage_model = nn.Sequential(OrderedDict((name, getattr(model, name)) for name in names))
+    example = torch.zeros(4, [6, 16][rank], dtype=torch.float64)
+    stage = PipelineStage(stage_model, rank, 2, torch.device("cpu"), input_args=(example,))
+    schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=lambda output, target: loss_of(output))
+    w = tbhooks.watch(stage_model if watched == "part" else model, None, 1, ranks="merge")
+    optimizer = torch.optim.SGD(stage_model.parameters(), lr=0.1)
+    for step in range(2):
+        whole = torch.cat([batch(step, 0), batch(step, 1)])
+        if rank == 0:
+            schedule.step(whole)
+        else:
+            schedule.step(target=torch.zeros(8, 3))
+        optimizer.step()
+        optimizer.zero_grad()
+    frames = list(w.history)
+    return frames, w.stats.messages

@@ -16,7 +16,7 @@ from tbhooks.heatmap import LEVELS, Scale, legend, picture, row_height, svg
 from tbhooks.notebook import page
 from tbhooks.notebook.strip import Followed, Strip
 from tbhooks.notebook.told import as_html
-from tbhooks.render import _BLOCKS, _scaled, number, printable
+from tbhooks.render import BLOCKS, number, printable, scaled
 from tbhooks.runs.digest import Grid
 from tbhooks.stats import Floats
 
@@ -76,7 +76,7 @@ def lines(followed: Followed) -> Iterator[Line]:
     grid = followed.scalars.grid("scalar", "value", rows)
     for row, name, values in zip(rows, grid.names, grid.values, strict=True):
         first, last, low, high = (number(value) for value in followed.scalars.ends(row))
-        yield Line(printable(name), f"{last}, began at {first}, {low} to {high}", _scaled(values))
+        yield Line(printable(name), f"{last}, began at {first}, {low} to {high}", scaled(values))
 
 
 def title(grid: Grid, span: int) -> str:
@@ -215,6 +215,6 @@ def _bars(heights: Floats, wrong: Sequence[bool] | Floats | None = None) -> str:
     most = len(heights) // _TEXT_COLUMNS + 1
     marks = np.zeros(len(heights), dtype=bool) if wrong is None else np.asarray(wrong)
     return "".join(
-        "!" if mark else " " if np.isnan(height) else _BLOCKS[1 + round(height * (len(_BLOCKS) - 2))]
+        "!" if mark else " " if np.isnan(height) else BLOCKS[1 + round(height * (len(BLOCKS) - 2))]
         for height, mark in zip(heights[::most].tolist(), marks[::most].tolist(), strict=True)
     )

@@ -14,7 +14,7 @@ import numpy as np
 
 from tbhooks.errors import ArgumentError
 from tbhooks.frame import Frame
-from tbhooks.heatmap import _WRONG, PALETTE, Scale
+from tbhooks.heatmap import PALETTE, WRONG, Scale
 from tbhooks.history import MOST_WITH_BUCKETS
 from tbhooks.notebook import page, panel
 from tbhooks.notebook.live import Live, publish
@@ -124,7 +124,7 @@ def view(live: Live) -> dict[str, Any]:
 
 def _levels(grid: Grid, scale: Scale) -> Any:
     levels = scale.levels(grid.values)
-    levels[grid.wrong] = _WRONG
+    levels[grid.wrong] = WRONG
     return levels
 
 

@@ -6,7 +6,7 @@ is told in `Run.problems`; nothing in a file is ever executed, and nothing here 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from tensorboard.compat.proto import summary_pb2
 
 from tbhooks.errors import ArgumentError, TbhooksError, nearest
+from tbhooks.findings import first_of_each
 from tbhooks.frame import EVALUATION, Finding, Frame, Site
 from tbhooks.runs.records import event_of_bytes, records
 from tbhooks.runs.scalars import ScalarLog, Series
@@ -278,7 +279,7 @@ class _Reader:
         for frame in self._given.values():
             for tag in frame.scalars.keys() - scalars.keys():
                 scalars[tag] = _series_of(tag, ordered)
-        return Run(where, ordered, list(_first_of_each(ordered)), scalars, self.problems)
+        return Run(where, ordered, first_of_each(ordered), scalars, self.problems)
 
     def _frame(self, number: int, step: _Step) -> Frame:
         chosen = {kind: (layout, seen_in(rows)) for kind, (layout, rows) in step.rows.items()}
@@ -340,12 +341,3 @@ def _series_of(tag: str, frames: list[Frame]) -> Series:
     return Series(
         np.array([f.step for f in seen], dtype=np.int64), np.array([f.scalars[tag] for f in seen], dtype=float)
     )
-
-
-def _first_of_each(frames: list[Frame]) -> Iterator[Finding]:
-    known: set[tuple[str, Site | None]] = set()
-    for frame in frames:
-        for finding in frame.findings:
-            if (finding.rule, finding.site) not in known:
-                known.add((finding.rule, finding.site))
-                yield finding

@@ -14,8 +14,9 @@ from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 from tensorboard.compat.proto import summary_pb2, types_pb2
 
-from tbhooks.frame import ALL_KINDS, EVALUATION, INSIDE_ATTENTION
+from tbhooks.frame import INSIDE_ATTENTION
 from tbhooks.runs.records import summary_of_bytes
+from tbhooks.series import is_of_site
 from tbhooks.stats import STAT_NAMES, Floats
 
 LONGEST_TAG = 1 << 16
@@ -30,13 +31,6 @@ class Series(NamedTuple):
 
     steps: NDArray[np.int64]
     values: Floats
-
-
-@lru_cache(maxsize=1 << 16)
-def is_of_site(tag: str) -> bool:
-    """Whether a scalar speaks of one site: `activation.std/encoder.0`."""
-    what, slash, _ = tag.partition("/")
-    return bool(slash) and what.rpartition(".")[0].removeprefix(EVALUATION) in ALL_KINDS
 
 
 @lru_cache(maxsize=1 << 16)
