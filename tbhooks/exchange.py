@@ -26,6 +26,8 @@ Whole = NDArray[np.int64]
 
 UNKNOWN_PIECE = -1
 """Of an output that says nothing about how it is spread: every rank's is its own, unless they are all the same."""
+UNUSED_PIECE = -2
+"""Of a parameter that a rank has and does not train, while another does."""
 WHOLE = 0
 """Of a parameter that every rank has all of."""
 OF_PARAMETERS = ("weight", "weight_gradient", "update")
@@ -91,7 +93,7 @@ class Writer:
         if rows < len(numbers):
             self.left_out.add("sites")
         room -= rows * _ROW_BYTES
-        counts = zlib.compress(table.counts[:rows].astype(np.uint64).tobytes(), 1) if table.counts.shape[1] else b""
+        counts = _packed(table.counts[:rows]) if table.counts.shape[1] else b""
         if len(counts) > room:
             self.left_out.add("histograms")
             counts = b""
@@ -125,9 +127,10 @@ class Writer:
 
 
 class Reader:
-    """Understands the bytes of every rank."""
+    """Understands the bytes of every rank; `with_buckets`, their histograms, too."""
 
-    def __init__(self) -> None:
+    def __init__(self, with_buckets: bool = True) -> None:
+        self._with_buckets = with_buckets
         self._sites: dict[int, Site] = {}
 
     def read(self, data: bytes) -> Table:
@@ -140,17 +143,39 @@ class Reader:
         values = np.frombuffer(data, np.float64, rows * stats.WIDTH, at + 16 * rows).reshape(rows, stats.WIDTH)
         at += rows * _ROW_BYTES
         counts = np.zeros((rows, 0), np.int64)
-        if count_bytes:
-            unpacked = np.frombuffer(zlib.decompress(data[at : at + count_bytes]), np.uint64)
-            counts = unpacked.astype(np.int64).reshape(rows, stats.BUCKETS)
+        if count_bytes and self._with_buckets:
+            counts = _unpacked(data[at : at + count_bytes], rows)
         tail = json.loads(data[at + count_bytes : at + count_bytes + tail_bytes])
         self._sites |= {int(key): Site(*entry) for key, entry in tail["names"].items()}
-        known = np.array([i for i, value in enumerate(numbers.tolist()) if value in self._sites], np.intp)
-        sites = [self._sites[value] for value in numbers[known].tolist()]
+        found = [self._sites.get(value) for value in numbers.tolist()]
+        sites = [site for site in found if site is not None]
+        if len(sites) < rows:  # a name is still to come
+            known = np.array([site is not None for site in found])
+            values, counts, pieces = values[known], counts[known], pieces[known]
         return Table(
-            step, sites, values[known], counts[known], pieces[known], _numbers(tail["scalars"]),
+            step, sites, values, counts, pieces, _numbers(tail["scalars"]),
             {int(key): _numbers(each) for key, each in tail["earlier"].items()}, group,
         )  # fmt: skip
+
+
+_RANGE = struct.Struct("<3q")
+
+
+def _packed(counts: Counts) -> bytes:
+    """Only the buckets in between are sent, in as few bytes as the largest count needs."""
+    used = np.flatnonzero(counts.any(axis=0))
+    first, last = (int(used[0]), int(used[-1]) + 1) if len(used) else (0, 0)
+    width = 4 if counts.max(initial=0) < 1 << 32 else 8
+    some = counts[:, first:last].astype(f"<u{width}")
+    return _RANGE.pack(first, last, width) + zlib.compress(some.tobytes(), 1)
+
+
+def _unpacked(data: bytes, rows: int) -> Counts:
+    first, last, width = _RANGE.unpack_from(data)
+    counts = np.zeros((rows, stats.BUCKETS), np.int64)
+    some = np.frombuffer(zlib.decompress(data[_RANGE.size :]), f"<u{width}")
+    counts[:, first:last] = some.reshape(rows, last - first)
+    return counts
 
 
 def _numbers(data: dict[str, Any]) -> dict[str, float]:
@@ -159,37 +184,55 @@ def _numbers(data: dict[str, Any]) -> dict[str, float]:
 
 def merge(tables: Sequence[Table]) -> Merged:
     """What all ranks saw, the first one's order first: as if one process had seen it all."""
-    order = {site: i for i, site in enumerate(dict.fromkeys(site for table in tables for site in table.sites))}
-    owner = np.array([order[site] for table in tables for site in table.sites], np.intp)
+    sites, owner = _all_sites([list(table.sites) for table in tables])
     rank = np.repeat(np.arange(len(tables)), [len(table.sites) for table in tables])
     values = np.concatenate([table.values for table in tables])
     pieces = np.concatenate([table.pieces for table in tables])
     groups = np.array([table.group for table in tables], np.int64)[rank]
-    sites = list(order)
-    kept, apart = _once_each(sites, owner, groups, pieces, values)
-    counted = [table for table in tables if len(table.sites)]
-    counts = np.zeros((len(sites), 0), np.int64)
-    if counted and all(table.counts.shape[1] for table in counted):
-        every = np.concatenate([table.counts for table in counted])
-        counts = stats.merge_counts(every[kept], owner[kept], len(sites))
+    used = _is_used(sites, owner, rank)
+    kept, apart = _once_each(sites, owner, groups, np.where(used, pieces, UNUSED_PIECE), values)
+    kept &= used
     together = Table(
-        tables[0].step, sites, stats.merge(values[kept], owner[kept], len(sites)), counts,
+        tables[0].step, sites, stats.merge(values[kept], owner[kept], len(sites)),
+        _merge_counts(tables, owner, kept),
         pieces=np.zeros(len(sites), np.int64), scalars=_merge_scalars([table.scalars for table in tables]),
         earlier={
             step: _merge_scalars([table.earlier.get(step, {}) for table in tables])
             for step in sorted({step for table in tables for step in table.earlier})
         },
     )  # fmt: skip
-    together.scalars[RANKS] = float(len(counted))
+    together.scalars[RANKS] = float(sum(len(table.sites) > 0 for table in tables))
     if (pieces > 0).any():  # every rank knows the norm of its own pieces, and nobody which of them are replicas
         together.scalars.pop(RAW_GRADIENT_NORM, None)
-    spreads = _spreads(sites, owner, rank, groups, kept, values)
+    spreads = _spreads(sites, owner, rank, groups, kept, used, values)
     return Merged(together, spreads, tuple(_told(sites, apart)))
+
+
+def _all_sites(of_ranks: list[list[Site]]) -> tuple[list[Site], NDArray[np.intp]]:
+    """All there are, the first rank's first, and for each of each rank which one it is."""
+    if all(theirs == of_ranks[0] for theirs in of_ranks):  # nearly always, and told by addresses
+        return of_ranks[0], np.tile(np.arange(len(of_ranks[0])), len(of_ranks))
+    order = {site: i for i, site in enumerate(dict.fromkeys(site for theirs in of_ranks for site in theirs))}
+    return list(order), np.array([order[site] for theirs in of_ranks for site in theirs], np.intp)
+
+
+def _merge_counts(tables: Sequence[Table], owner: NDArray[np.intp], kept: NDArray[np.bool_]) -> Counts:
+    """Without columns if any rank that saw something sent none."""
+    sites = int(owner.max(initial=-1)) + 1
+    if not sites or not all(table.counts.shape[1] for table in tables if len(table.sites)):
+        return np.zeros((sites, 0), np.int64)
+    merged = np.zeros((sites, stats.BUCKETS), np.int64)
+    start = 0
+    for table in (table for table in tables if len(table.sites)):
+        mine = slice(start, start + len(table.sites))
+        merged[owner[mine][kept[mine]]] += table.counts[kept[mine]]  # a rank has a site only once
+        start = mine.stop
+    return merged
 
 
 def _spreads(
     sites: list[Site], owner: NDArray[np.intp], rank: NDArray[np.intp], groups: Whole, kept: NDArray[np.bool_],
-    values: Floats,
+    used: NDArray[np.bool_], values: Floats,
 ) -> Floats:  # fmt: skip
     """Between ranks for parameters; for outputs between those that have a batch of their own, pieces put together."""
     if not len(owner):
@@ -197,10 +240,22 @@ def _spreads(
     of_parameter = np.array([site.kind in OF_PARAMETERS for site in sites])[owner]
     world = int(max(rank.max(), groups.max())) + 1
     who = np.where(of_parameter, rank, groups)
-    used = kept | of_parameter
-    pairs, key = np.unique(np.stack([owner, who], axis=1)[used], axis=0, return_inverse=True)
-    joined = stats.merge(values[used], key.reshape(-1), len(pairs))
+    shown = kept | (of_parameter & used)
+    pairs, key = np.unique(np.stack([owner, who], axis=1)[shown], axis=0, return_inverse=True)
+    joined = stats.merge(values[shown], key.reshape(-1), len(pairs))
     return spread.measure(joined, pairs[:, 0], pairs[:, 1], len(sites), world)
+
+
+def _is_used(sites: list[Site], owner: NDArray[np.intp], rank: NDArray[np.intp]) -> NDArray[np.bool_]:
+    """Not the weights that a rank only has, as of another's stage of a pipeline: there others have a gradient of it."""
+    paths: dict[str, int] = {}
+    path = np.array([paths.setdefault(site.path, len(paths)) for site in sites], np.intp)[owner]
+    kind = np.array([site.kind for site in sites], dtype=object)[owner]
+    trained = np.zeros((len(paths), int(rank.max(initial=0)) + 1), bool)
+    of_training = (kind == "weight_gradient") | (kind == "update")
+    trained[path[of_training], rank[of_training]] = True
+    somewhere = np.asarray(trained.any(axis=1))
+    return np.asarray(~((kind == "weight") & somewhere[path] & ~trained[path, rank]))
 
 
 def _once_each(
@@ -221,7 +276,8 @@ def _once_each(
     np.logical_and.at(equal, key, _alike(values, values[first[key]]))
     kept = ~equal[key]
     kept[first[equal]] = True
-    apart = sorted({int(owner[first[k]]) for k in np.flatnonzero(~equal) if of_parameter[first[k]]})
+    blamed = ~equal & of_parameter[first] & (pieces[first] != UNUSED_PIECE)
+    apart = sorted({int(owner[i]) for i in first[blamed]})
     return kept, apart
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import wrapt
 from torch import distributed
@@ -159,14 +160,13 @@ class Team:
     is_over: bool = False
 
     def __post_init__(self) -> None:
-        self._writer, self._reader = Writer(self.size), Reader()
+        self._writer = Writer(self.size)
+        self._reader = Reader(with_buckets=self.rank == 0)  # only the first writes
         self._everyone = self.world * self.size <= MOST_FOR_EVERYONE
         self._mine = torch.zeros(self.size, dtype=torch.uint8)
-        self._theirs = torch.zeros(self.world * self.size, dtype=torch.uint8) if self._reads else None
-
-    @property
-    def _reads(self) -> bool:
-        return self._everyone or self.rank == 0
+        # Kept from step to step; where others read, there is nothing to keep.
+        reads = self._everyone or self.rank == 0
+        self._theirs = [torch.zeros(self.size, dtype=torch.uint8) for _ in range(self.world if reads else 0)]
 
     def merge(self, table: Table, report: Report) -> Merged | None:
         """What all ranks saw of the step; None where that is another's to know, or there is no team any more."""
@@ -196,21 +196,13 @@ class Team:
         return merged
 
     def _exchanged(self, table: Table) -> list[Table] | None:
-        self._mine.numpy()[:] = bytearray(self._writer.write(table))
+        self._mine.numpy()[:] = np.frombuffer(self._writer.write(table), np.uint8)
         self.collectives += 1
         if self._everyone:
-            distributed.all_gather_into_tensor(self._theirs, self._mine, group=self.group)
+            distributed.all_gather(self._theirs, self._mine, group=self.group)
         else:
-            parts = None if self._theirs is None else list(self._theirs.view(self.world, self.size).unbind())
-            distributed.gather(self._mine, parts, dst=0, group=self.group)
-        if self._theirs is None:
-            return None
-        data = self._theirs.numpy().tobytes()
-        return [self._reader.read(data[i * self.size : (i + 1) * self.size]) for i in range(self.world)]
-
-    def leave(self) -> None:
-        """Ends it; to be called when nothing is on its way any more."""
-        self.is_over = True
+            distributed.gather(self._mine, self._theirs or None, dst=0, group=self.group)
+        return [self._reader.read(theirs.numpy().tobytes()) for theirs in self._theirs] or None
 
 
 def _short(problem: BaseException) -> str:

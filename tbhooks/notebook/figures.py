@@ -148,7 +148,7 @@ def _legend_outside(axis: Axes) -> None:
 # --- Layers over steps ------------------------------------------------------------------------------------
 
 MOST_COLUMNS = 600
-_UNITS = {"zero_fraction": "share of zeros", "ratio": "norm of the update / norm of the weight"}
+_UNITS = {"zero_fraction": "share of zeros", "ratio": "norm / norm of the weight"}
 
 
 def heat_map(history: History, stat: str = "std", kind: str = "gradient", width: float = 7.0) -> Figure:
