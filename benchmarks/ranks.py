@@ -85,7 +85,7 @@ def timed(call: Any, seconds: list[float]) -> Any:
 
 def on_paper(world: int, histograms: bool) -> dict[str, float]:
     """Of the GPT-2 that the other benchmarks use: every rank sends a buffer, some receive all of them."""
-    model = WORKLOADS["gpt2"].make()
+    model = WORKLOADS["gpt2"].build()
     described = agreement.describe(model, Selector(model, None, None), KINDS, Schedule(1, histograms), "auto")
     size = exchange.capacity(described.summary["sites"], histograms)
     everyone = size * world <= ranks.MOST_FOR_EVERYONE
@@ -112,7 +112,7 @@ def main() -> None:
         print(
             f"{world} ranks, {found['sites']:.0f} sites, {found['bytes'] / 1e3:.0f} kB a rank and logged step: "
             f"a step takes {1e3 * found['bare']:.1f} ms bare, {1e3 * found['local']:.1f} watched by the first rank, "
-            f"{1e3 * found['merge']:.1f} merged; {1e3 * found['collective']:.1f} ms of it in the background for the merging"
+            f"{1e3 * found['merge']:.1f} merged, with {1e3 * found['collective']:.1f} ms of exchange in the background"
         )
     paper = {}
     for world in ON_PAPER:

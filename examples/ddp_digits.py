@@ -24,7 +24,7 @@ def main() -> None:
     asked = arguments.parse_args()
 
     distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    rank, local = distributed.get_rank(), int(os.environ.get("LOCAL_RANK", 0))
+    rank, local = distributed.get_rank(), int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
 
     torch.manual_seed(0)

@@ -59,7 +59,7 @@ def main() -> None:
     asked = arguments.parse_args()
 
     distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    rank, world, local = distributed.get_rank(), distributed.get_world_size(), int(os.environ.get("LOCAL_RANK", 0))
+    rank, world, local = distributed.get_rank(), distributed.get_world_size(), int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
 
     torch.manual_seed(0)
