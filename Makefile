@@ -32,6 +32,7 @@ bench: $(READY)  ## everything the README claims about cost, with the peers besi
 	$(PYTHON) benchmarks/scaling.py
 	$(PYTHON) benchmarks/memory.py
 	$(PYTHON) benchmarks/plugin.py
+	$(PYTHON) benchmarks/ranks.py
 	$(PYTHON) benchmarks/plot.py
 	$(PYTHON) benchmarks/readme.py
 

@@ -111,14 +111,43 @@ def overhead() -> str:
     return f"{overhead_table(told['overhead']['names'], told['overhead']['results'])}\n\n{listed}"
 
 
+def ranks_lines(told: dict[str, Any]) -> str:
+    """What merging ranks costs here, and what it would send elsewhere."""
+    cores = told["machine"].split(",")[0]
+    lines = []
+    for world, found in told["measured"].items():
+        bare, local, merged = (1e3 * found[way] for way in ("bare", "local", "merge"))
+        lines.append(
+            f"{world} ranks of a small model with {found['sites']} sites share {cores} here, every step logged with "
+            f"histograms: {bare:.0f} ms a step bare, {local:.0f} with rank 0 watched, {merged:.0f} merged, where all "
+            f"ranks read; at `every=100` the merging adds {(merged - local) / bare / 100:.1%}."
+        )
+    small, large = (told["on_paper"][f"1024{more}"] for more in ("", ", histograms"))
+    sent, received = ([each[what] for each in (small, large)] for what in ("sent", "first_receives"))
+    lines.append(
+        f"On paper, for the GPT-2 above ({small['sites']} sites) on 1,024 ranks: each sends {sent[0] / 1e3:.0f} kB a "
+        f"logged step ({sent[1] / 1e3:.0f} with histograms), however many ranks there are; rank 0 receives "
+        f"{received[0] / 1e6:.0f} MB ({received[1] / 1e6:.0f}), which grows with their number; the others receive "
+        f"{small['others_receive'] / 1e6:.0f}. Up to 64 MB in all, every rank gets the merged numbers."
+    )
+    return "\n".join(f"- {line}" for line in lines)
+
+
 def cell(value: dict[str, float] | None) -> str:
     return "-" if value is None else f"{value['ratio']:.2f} ± {value['spread'] / 2:.2f}"
 
 
+def ranks() -> str:
+    """What merging cost last."""
+    return ranks_lines(json.loads((HERE / "results" / "ranks.json").read_text()))
+
+
 def filled(text: str) -> str:
     """The README with its tables as measured."""
-    pattern = r"(<!-- overhead: [^>]*-->\n).*?(<!-- end -->)"
-    return re.sub(pattern, lambda found: f"{found[1]}\n{overhead()}\n\n{found[2]}", text, flags=re.DOTALL)
+    for name, made, end in (("overhead", overhead, "end"), ("ranks", ranks, "end of ranks")):
+        pattern = rf"(<!-- {name}: [^>]*-->\n).*?(<!-- {end} -->)"
+        text = re.sub(pattern, lambda found, made=made: f"{found[1]}\n{made()}\n\n{found[2]}", text, flags=re.DOTALL)
+    return text
 
 
 if __name__ == "__main__":

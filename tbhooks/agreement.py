@@ -18,7 +18,8 @@ from tbhooks import select
 from tbhooks.frame import ROOT
 from tbhooks.schedule import Schedule
 
-_OF_MODULES = ("activation", "gradient", "input", "functional")
+# How many sites of a kind a module has, or nearly; more than there is room for would be left out.
+_OF_MODULES = {"activation": 1, "gradient": 1, "input": 1, "functional": 4}
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,8 @@ def describe(
         "modules": {path: _own_name(module) for path, module in modules.items()},
         "parameters": {path: list(parameter.shape) for path, parameter in parameters.items()},
     }
-    of_modules = sum(kind in _OF_MODULES for kind in kinds)
-    of_parameters = len(kinds) - of_modules + ("update" in kinds and "weight" not in kinds)
+    of_modules = sum(_OF_MODULES.get(kind, 0) for kind in kinds)
+    of_parameters = sum(kind not in _OF_MODULES for kind in kinds) + ("update" in kinds and "weight" not in kinds)
     options = {"every": schedule.every, "kinds": sorted(kinds), "histograms": schedule.histograms, "step": step}
     summary = {
         "options": options,

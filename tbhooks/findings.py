@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from typing import Any
 
 from tbhooks.frame import Finding, Frame, Site
 
@@ -18,6 +19,10 @@ class Findings(list[Finding]):
         from tbhooks import notebook  # noqa: PLC0415  only where there is one
 
         return notebook.mimebundle(*notebook.of_findings(self), include, exclude)
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """IPython has a text of its own for every list, which goes before that of the bundle."""
+        printer.text(self._repr_mimebundle_()["text/plain"])
 
 
 def by_severity(findings: Iterable[Finding]) -> list[Finding]:
