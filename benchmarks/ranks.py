@@ -52,9 +52,9 @@ def train(rank: int, world: int, store: str, steps: int, layers: int, results: A
     for _ in range(4):
         for way in WAYS:
             w = None if way == "bare" else tbhooks.watch(parallel, every=1, ranks=way)
-            if w is not None and w._team is not None:
-                told |= {"bytes": w._team.size}
-                w._team._exchanged = timed(w._team._exchanged, merging)
+            if w is not None and w._place.team is not None:
+                told |= {"bytes": w._place.team.size}
+                w._place.team._exchanged = timed(w._place.team._exchanged, merging)
             for step in range(steps // 4):
                 distributed.barrier()
                 start = time.perf_counter()

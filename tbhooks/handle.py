@@ -44,7 +44,7 @@ class Watch:
         place: Place, sinks: tuple[Sink, ...], rules: tuple[judgement.Rule, ...],
         sinks_of: Callable[[Any], tuple[Sink, ...]],
     ) -> None:  # fmt: skip
-        self._report = Report()
+        self._report = Report(is_quiet=place.rank != 0)
         self._history = History()
         self._judge = judgement.Judge(rules, self._history)
         self._reactions = Reactions(self._report)
@@ -62,7 +62,7 @@ class Watch:
         self._closed = False
         # Nothing to do any more, or ever: another rank, a forked child, a model that is gone.
         self._idle = place.is_idle
-        self._team = place.team
+        self._place = place
 
     @never_compiled
     def step(self, n: int | None = None) -> None:
@@ -93,7 +93,7 @@ class Watch:
         self._check_usable()
         if not set(evaluation.KINDS) & set(self._kinds):
             raise ArgumentError(f"an evaluation shows {', '.join(evaluation.KINDS)}; this watch has {self._kinds}")
-        if not self._idle:
+        if not self._idle and self._place.rank == 0:  # ranks evaluate when they like, so nothing is merged
             if writer is not None:
                 self._open_evaluation_sinks(self._sinks_of(writer))
             self._loop.read_evaluations()
@@ -149,7 +149,9 @@ class Watch:
             self._loop.stop()
             self._idle = True
             self._pump.close(timeout_s)
-            before_the_end.discard(id(self))
+            if self._place.team is not None:
+                before_the_end.discard(id(self))
+                self._place.team.leave(is_idle=self._pump.is_done)
             process.open_watches.discard(self)  # last: whoever interrupts this closes it again
             process.tidy()
 
@@ -229,7 +231,7 @@ class Watch:
             gone.close()
         self._prepare(self._sinks)
         process.open_watches.add(self)
-        if self._team is not None:
+        if self._place.team is not None:
             before_the_end.add(id(self), self._drain)
         model = self._model()
         if model is not None:

@@ -76,7 +76,6 @@ class Loop:
         self._report = report
         self._thread = threading.get_ident()
         self._pauses = 0
-        self._groups_seen = 0
         self._ended: Ended | None = None
         # Its numbers: still waiting for late scalars before the copy, or copied and not yet handed over.
         self._waiting = False
@@ -98,7 +97,9 @@ class Loop:
         """Ends everything and hands over what there is, a step cut short too."""
         with self._report.guarded("closing"):
             self._finish_step()
-            if self.probe.seen is not None and self.recorder.calls and self._may_be_cut_short():
+            # Other ranks have none that is cut short; where forwards count, it is whole.
+            awaited = self._team is not None and self.clock.mode != "forward"
+            if self.probe.seen is not None and self.recorder.calls and not awaited:
                 if self.clock.mode != "optimizer":  # no optimizer will come to read them at
                     self.parameters.rest()
                 self._pack(self.clock.count)
@@ -109,10 +110,6 @@ class Loop:
             self._hand_over_held()
             self._finish_evaluation()
         self.forget_everyone()
-
-    def _may_be_cut_short(self) -> bool:
-        """With other ranks only if all have come as far: there a step ends when the next one would begin."""
-        return self._team is None or self.clock.mode == "forward"
 
     def forget_everyone(self) -> None:
         """Nobody calls any more: no optimizer, no scaler, no forward."""
@@ -164,8 +161,7 @@ class Loop:
     def _hand_over_evaluation(self, recorder: Recorder) -> None:
         """As of the training step that ended last, and after it."""
         self._finish_step()
-        if self._rank == 0:  # each rank may evaluate when it likes, so nothing is merged
-            self._submit(recorder.pack(self._last_label, self._rank))
+        self._submit(recorder.pack(self._last_label, self._rank))
 
     def replay_when(self, sick: Callable[[int, Replay], None]) -> None:
         """From now on the gradients of every step are looked at, and `sick` is called if they are not finite."""
@@ -216,10 +212,10 @@ class Loop:
             self.recorder.scalar(tag, value)
         elif isinstance(value, Tensor) and value.device.type != "cpu":
             self._held[label, tag] = value.detach().clone()
-        elif self._team is not None:  # the others have it from now on, too
-            self._held[label, tag] = _number(value)
         elif self._packed is not None:
             self._packed = replace(self._packed, scalars={**self._packed.scalars, tag: _number(value)})
+        elif self._team is not None:
+            self._held[label, tag] = _number(value)
         else:
             self._submit(self.recorder.scalars_alone(label, self._rank, {tag: _number(value)}))
 
@@ -269,7 +265,6 @@ class Loop:
             with unrecorded():
                 self.scaler.log()
                 self.tripwire.log(self.recorder)
-                self._log_learning_rates(optimizer)
                 self.parameters.before(optimizer, has_closure)
 
     def after_optimizer(self, optimizer: Optimizer, has_closure: bool) -> None:
@@ -314,13 +309,18 @@ class Loop:
                 self._waiting = True
                 return
             self._pack(label)
-            if self._team is not None:  # they wait for it, and may in turn be waited for before the next forward
+            if self._others_wait:
                 self._finish_step()
         if next_is_logged:
             self._begin()
         if self.clock.mode == "forward" and self.probe.gate.was_compiled:
             # The forward that ended the step is under way, in the graph it has chosen; the next one chooses now.
             self.probe.gate.open = self._logs(self.clock.count + 2)
+
+    @property
+    def _others_wait(self) -> bool:
+        """Ranks wait for the step, and may be waited for before the next forward. The first may yet get a label."""
+        return self._team is not None and (self.clock.mode == "manual" or self.logged > 1)
 
     def _finish_step(self) -> None:
         """Something of the next step is seen: nothing more can belong to the one that has ended."""
@@ -364,7 +364,6 @@ class Loop:
             self._begin()
 
     def _begin(self) -> None:
-        self._groups_seen = 0
         self.clock.look_again()
         self.recorder.begin(self._schedule.takes_histograms(self.logged))
         self.probe.begin(attach=not self._pauses)
@@ -386,13 +385,6 @@ class Loop:
     def _warn_if_blind(self, label: int) -> None:
         if not self._pauses and self.recorder.wants("activation", "gradient", "input") and self.probe.is_blind:
             self._report.tell(f"step {label} was to be logged, but {BLIND}", once="blind")
-
-    def _log_learning_rates(self, optimizer: Optimizer) -> None:
-        for group in optimizer.param_groups:
-            name = group.get("name", self._groups_seen)
-            self._groups_seen += 1
-            if isinstance(group.get("lr"), Tensor | float | int):
-                self.recorder.scalar(f"train.lr/{name}", group["lr"])
 
 
 def _number(value: Tensor | float) -> float:

@@ -63,6 +63,7 @@ class ParameterReader:
         self._read: set[int] = set()
         self._read_gradients: set[int] = set()
         self._before.forget()
+        self._groups_seen = 0
         self._marks: dict[int, _Mark] = {}
         # What a scaler has multiplied a parameter's gradient by, and not yet divided it by.
         self._scales: dict[int, Tensor] = {}
@@ -119,6 +120,7 @@ class ParameterReader:
     def before(self, optimizer: Optimizer, has_closure: bool) -> None:
         """Weights, and the gradients the step will use; with a closure those are made inside the step."""
         with self._report.guarded("reading parameters"), torch.no_grad():
+            self._log_learning_rates(optimizer)
             # A fused optimizer is handed scaled gradients and divides them itself.
             scale = getattr(optimizer, "grad_scale", None)
             with self._batch() as batch:
@@ -126,6 +128,13 @@ class ParameterReader:
                     self._read_weight(key, batch, keep=self._recorder.wants("update"))
                     if not has_closure:
                         self._read_gradient(key, batch, scale)
+
+    def _log_learning_rates(self, optimizer: Optimizer) -> None:
+        for group in optimizer.param_groups:
+            name = group.get("name", self._groups_seen)
+            self._groups_seen += 1
+            if isinstance(group.get("lr"), Tensor | float | int):
+                self._recorder.scalar(f"train.lr/{name}", group["lr"])
 
     def after(self, optimizer: Optimizer, has_closure: bool) -> None:
         """What the step changed."""

@@ -88,8 +88,11 @@ class Placement:
             self._functional.listens = False
             self._functional.abandon()
 
-    def come_last(self) -> None:
+    def come_last(self, asking: ForwardHook) -> None:
         """Behind the hooks of others that were put on since, and may replace an output."""
+        module = asking.module()
+        if module is None or next(reversed(module._forward_hooks), self._key) == self._key:
+            return
         for hook in self.hooks.values():
             module = hook.module()
             if module is not None and self._key in module._forward_hooks:

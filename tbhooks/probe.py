@@ -179,7 +179,7 @@ class Probe:
         if not found:
             self._report.cannot_see(hook.path, f"its output, a {type(output).__name__}, shows no tensor")
         if any(shards.is_spread(tensor) for _, tensor in found):  # what parallelize_module put on comes after ours
-            self.placement.come_last()
+            self.placement.come_last(hook)
         inside = self.gate.was_compiled and compiled.with_gradients_inside(found)
         for index, tensor in found:
             self._saw_tensor(self.seen, hook, index, tensor, hidden=inside)

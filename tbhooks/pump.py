@@ -101,6 +101,12 @@ class Pump:
             for _ in range(left):
                 self._report.drop(f"the sinks had not taken it {timeout_s:g} s after close()")
 
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is being written, or waits for it."""
+        with self._changed:
+            return not self._queue and not self._busy
+
     def finish(self) -> None:
         """Closes without waiting: the thread writes what is left and ends."""
         with self._changed:

@@ -152,7 +152,7 @@ def _judge(store: Any, place: str, world: int, limit: timedelta) -> dict[str, An
 class Team:
     """The ranks of a job that have agreed to merge. Its collective is called by the pump's thread alone."""
 
-    group: distributed.ProcessGroup
+    group: distributed.ProcessGroup | None
     rank: int
     world: int
     size: int
@@ -204,6 +204,14 @@ class Team:
             distributed.gather(self._mine, self._theirs or None, dst=0, group=self.group)
         return [self._reader.read(theirs.numpy().tobytes()) for theirs in self._theirs] or None
 
+    def leave(self, is_idle: bool) -> None:
+        """Ends it, and lets go of the group, unless it is still being waited for."""
+        self.is_over = True
+        if is_idle and self.group is not None:
+            with suppress(Exception):  # destroyed already, with all others
+                distributed.destroy_process_group(self.group)
+        self.group = None
+
 
 def _short(problem: BaseException) -> str:
     text = str(problem).strip().splitlines()
@@ -234,8 +242,10 @@ class BeforeTheEnd:
             self._original = None
 
     def _around(self, wrapped: Any, _instance: Any, args: Any, kwargs: Any) -> Any:
-        for drain in list(self._drains.values()):
-            drain()
+        group = args[0] if args else kwargs.get("group")
+        if group is None or group is distributed.group.WORLD:  # then all of them go
+            for drain in list(self._drains.values()):
+                drain()
         return wrapped(*args, **kwargs)
 
 

@@ -59,6 +59,8 @@ class Stats:
 class Report:
     """The counters behind `Stats`, shared by everything that belongs to one watch."""
 
+    is_quiet: bool = False
+    """Whether only errors are logged: the first rank speaks for the others."""
     hooks_fired: int = 0
     errors: int = 0
     dropped: int = 0
@@ -115,7 +117,8 @@ class Report:
                 return
             self._told.add(once or message)
             self.messages.append(message)
-        logger.log(level, "%s", message)
+        if level >= logging.ERROR or not self.is_quiet:
+            logger.log(level, "%s", message)
 
     def cannot_see(self, name: str, why: str) -> None:
         if name not in self.unseen:

@@ -501,3 +501,50 @@ def pipeline(rank: int, watched: str) -> Any:
         optimizer.zero_grad()
     frames = list(w.history)
     return frames, w.stats.messages
+
+
+def evaluating(rank: int) -> Any:
+    """Both ask for evaluations in a run of their own; the first rank alone reads them, and writes them."""
+    model = make_model()
+    w = tbhooks.watch(model, None, 1, ranks="merge").evaluation("evaluation")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for step in range(3):
+        loss_of(model(batch(step, rank))).backward()
+        optimizer.step()
+        for _ in range(1 + rank):  # one evaluates more often than the other
+            model.eval()
+            model(batch(step, rank))
+            model.train()
+    steps, messages, ranks = told(rank, w)
+    w.close()
+    return (
+        steps,
+        ranks,
+        messages,
+        [path.name for path in Path("evaluation").glob("*") if f".{os.getpid()}." in path.name],
+    )
+
+
+def labelled(rank: int) -> Any:
+    """A training that goes on from a checkpoint, and says so after the first step."""
+    model = make_model()
+    w = tbhooks.watch(model, None, 1, ranks="merge")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for step in range(3):
+        loss_of(model(batch(step, rank))).backward()
+        optimizer.step()
+        w.log({"late": float(rank)})
+        w.step(5000 + step)
+    return [(frame.step, frame.scalars.get("train/late")) for frame in w.history], w.stats.messages
+
+
+def again_and_again(rank: int) -> Any:
+    """Many watches, one after the other."""
+    import threading
+
+    counts = []
+    for _ in range(6):
+        w, _model = _quick(rank, 3)
+        w.close()
+        counts.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), threading.active_count()))
+    return counts

@@ -151,6 +151,26 @@ def test_logged_numbers_are_means_over_the_ranks_that_logged_them(fleet: Fleet, 
         assert [each["train/late"] for each in scalars[:3]] == [50.0 + step for step in range(3)]
 
 
+def test_evaluations_are_those_of_the_first_rank_however_often_others_evaluate(fleet: Fleet, tmp_path: Path) -> None:
+    (steps, ranks, messages, files), (_, theirs, others, none) = fleet.values(jobs.evaluating, 2, tmp_path)
+    assert steps == [0, 0, 1, 1, 2, 2], messages
+    assert ranks == [2.0, 1.0] * 3
+    assert theirs == [2.0] * 3
+    assert len(files) == 1
+    assert none == []
+    assert not any("no longer" in message for message in (*messages, *others))
+
+
+def test_a_label_given_after_the_first_step_and_a_late_number_reach_it(fleet: Fleet, tmp_path: Path) -> None:
+    for frames, messages in fleet.values(jobs.labelled, 2, tmp_path):
+        assert frames == [(5000, 0.5), (5001, 0.5), (5002, 0.5)], messages
+
+
+def test_a_closed_watch_leaves_no_thread_and_no_connection(fleet: Fleet, tmp_path: Path) -> None:
+    for counts in fleet.values(jobs.again_and_again, 2, tmp_path):
+        assert counts[-1] == counts[1], counts
+
+
 def test_a_step_that_one_rank_drops_is_merged_without_it(fleet: Fleet, tmp_path: Path) -> None:
     (counts, _, steps, messages, ranks), (_, dropped, *_) = fleet.values(jobs.dropping, 2, tmp_path)
     assert counts == [4 * 16] * 3

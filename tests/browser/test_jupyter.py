@@ -155,8 +155,13 @@ def test_the_quickstart_shows_its_table_and_its_live_view(lab: Lab, browser: Any
     notebook.run_all()
     notebook.finished(len(cells))
     page = notebook.page
-    assert page.locator(".tbhooks table").count()
-    assert page.locator(f'{LIVE} .stage, [class^="tbhooks-live-"], .tbhooks svg[role="img"]').count()
     assert not page.locator('.jp-RenderedText[data-mime-type="application/vnd.jupyter.error"]').count()
+    table = page.locator(".tbhooks table").first
+    table.scroll_into_view_if_needed()
+    assert "BatchNorm2d" in table.inner_text()
+    page.screenshot(path=screenshots / "jupyter-quickstart-table.png")
+    page.locator(f"{LIVE} .stage").scroll_into_view_if_needed()
+    assert page.locator(f"{LIVE} .headline").inner_text().startswith("step 140")
+    assert page.locator(f"{LIVE} .headline").inner_text().endswith("ended")
     page.screenshot(path=screenshots / "jupyter-quickstart.png")
     page.context.close()
