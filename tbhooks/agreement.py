@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from tbhooks import select
+from tbhooks import select, shards
 from tbhooks.frame import ROOT
 from tbhooks.schedule import Schedule
 
@@ -38,7 +38,7 @@ def describe(
     parameters = select.parameters(modules)
     details = {
         "modules": {path: _own_name(module) for path, module in modules.items()},
-        "parameters": {path: list(parameter.shape) for path, parameter in parameters.items()},
+        "parameters": {path: _shape(parameter) for path, parameter in parameters.items()},
     }
     of_modules = sum(_OF_MODULES.get(kind, 0) for kind in kinds)
     of_parameters = sum(kind not in _OF_MODULES for kind in kinds) + ("update" in kinds and "weight" not in kinds)
@@ -49,6 +49,11 @@ def describe(
         "sites": len(modules) * of_modules + len(parameters) * of_parameters,
     }
     return Described(summary, details)
+
+
+def _shape(parameter: nn.Parameter) -> list[int]:
+    """Of all of it, where that is known: the older FSDP leaves a piece in its place."""
+    return [] if shards.is_of_first_fsdp(parameter) else list(parameter.shape)
 
 
 def _own_name(module: nn.Module) -> str:

@@ -98,8 +98,8 @@ class Recorder:
         self._buffers: list[Buffer] = []
         self._number: dict[tuple[torch.device, bool], int] = {}
         self.calls: list[tuple[int, Span]] = []
-        self.pieces: dict[Site, int] = {}
-        """Of what is spread over ranks, which piece is here."""
+        self.pieces: dict[Site, tuple[int, int]] = {}
+        """Of what is spread over ranks, which piece is here, and of how many."""
         self._scalars: Scalars = {}
         self._earlier: dict[int, Scalars] = {}
 

@@ -11,7 +11,7 @@ import json
 import struct
 import zlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -24,11 +24,11 @@ from tbhooks.stats import Counts, Floats
 
 Whole = NDArray[np.int64]
 
-UNKNOWN_PIECE = -1
+UNKNOWN_PIECE = (-1, 0)
 """Of an output that says nothing about how it is spread: every rank's is its own, unless they are all the same."""
-UNUSED_PIECE = -2
+_UNUSED = -2
 """Of a parameter that a rank has and does not train, while another does."""
-WHOLE = 0
+WHOLE = (0, 1)
 """Of a parameter that every rank has all of."""
 OF_PARAMETERS = ("weight", "weight_gradient", "update")
 RANKS = "train.ranks"
@@ -36,7 +36,7 @@ RANKS = "train.ranks"
 
 _HEADER = struct.Struct("<7q")
 _VERSION = 1
-_ROW_BYTES = 16 + 8 * stats.WIDTH
+_ROW_BYTES = 24 + 8 * stats.WIDTH
 # Of compressed bucket counts; those of a layer of GPT-2 take 130.
 _COUNT_BYTES = 320
 _NAME_BYTES = 96
@@ -57,7 +57,8 @@ class Table:
     sites: Sequence[Site] = ()
     values: Floats = field(default_factory=lambda: stats.empty_rows(0))
     counts: Counts = field(default_factory=lambda: np.zeros((0, 0), np.int64))
-    pieces: Whole = field(default_factory=lambda: np.zeros(0, np.int64))
+    pieces: Whole = field(default_factory=lambda: np.zeros((0, 2), np.int64))
+    """Of each site, which piece of the whole it is, and of how many."""
     scalars: dict[str, float] = field(default_factory=dict)
     earlier: dict[int, dict[str, float]] = field(default_factory=dict)
     group: int = 0
@@ -139,8 +140,8 @@ class Reader:
             raise ValueError("this is not what a watch of this version sends")
         at = _HEADER.size
         numbers = np.frombuffer(data, np.int64, rows, at)
-        pieces = np.frombuffer(data, np.int64, rows, at + 8 * rows)
-        values = np.frombuffer(data, np.float64, rows * stats.WIDTH, at + 16 * rows).reshape(rows, stats.WIDTH)
+        pieces = np.frombuffer(data, np.int64, 2 * rows, at + 8 * rows).reshape(rows, 2)
+        values = np.frombuffer(data, np.float64, rows * stats.WIDTH, at + 24 * rows).reshape(rows, stats.WIDTH)
         at += rows * _ROW_BYTES
         counts = np.zeros((rows, 0), np.int64)
         if count_bytes and self._with_buckets:
@@ -190,22 +191,29 @@ def merge(tables: Sequence[Table]) -> Merged:
     pieces = np.concatenate([table.pieces for table in tables])
     groups = np.array([table.group for table in tables], np.int64)[rank]
     used = _is_used(sites, owner, rank)
-    kept, apart = _once_each(sites, owner, groups, np.where(used, pieces, UNUSED_PIECE), values)
+    kept, apart = _once_each(sites, owner, groups, np.where(used, pieces[:, 0], _UNUSED), values)
     kept &= used
+    kept, missing = _without_torn(sites, owner, pieces, kept)
     together = Table(
         tables[0].step, sites, stats.merge(values[kept], owner[kept], len(sites)),
         _merge_counts(tables, owner, kept),
-        pieces=np.zeros(len(sites), np.int64), scalars=_merge_scalars([table.scalars for table in tables]),
+        pieces=np.zeros((len(sites), 2), np.int64), scalars=_merge_scalars([table.scalars for table in tables]),
         earlier={
             step: _merge_scalars([table.earlier.get(step, {}) for table in tables])
             for step in sorted({step for table in tables for step in table.earlier})
         },
     )  # fmt: skip
     together.scalars[RANKS] = float(sum(len(table.sites) > 0 for table in tables))
-    if (pieces > 0).any():  # every rank knows the norm of its own pieces, and nobody which of them are replicas
+    if (pieces[:, 0] > 0).any() or (
+        pieces[:, 1] > 1
+    ).any():  # every rank knows the norm of its own pieces, and nobody which of them are replicas
         together.scalars.pop(RAW_GRADIENT_NORM, None)
     spreads = _spreads(sites, owner, rank, groups, kept, used, values)
-    return Merged(together, spreads, tuple(_told(sites, apart)))
+    left = [i for i in range(len(sites)) if i not in missing]
+    together = replace(
+        together, sites=[sites[i] for i in left], values=together.values[left], counts=together.counts[left]
+    )
+    return Merged(together, spreads[left], tuple(_told(sites, apart, missing)), is_whole=not missing)
 
 
 def _all_sites(of_ranks: list[list[Site]]) -> tuple[list[Site], NDArray[np.intp]]:
@@ -276,9 +284,21 @@ def _once_each(
     np.logical_and.at(equal, key, _alike(values, values[first[key]]))
     kept = ~equal[key]
     kept[first[equal]] = True
-    blamed = ~equal & of_parameter[first] & (pieces[first] != UNUSED_PIECE)
+    blamed = ~equal & of_parameter[first] & (pieces[first] != _UNUSED)
     apart = sorted({int(owner[i]) for i in first[blamed]})
     return kept, apart
+
+
+def _without_torn(
+    sites: list[Site], owner: NDArray[np.intp], pieces: Whole, kept: NDArray[np.bool_]
+) -> tuple[NDArray[np.bool_], set[int]]:
+    """Without parameters of which a piece is missing, because a rank did not read or has dropped it."""
+    missing = set()
+    for i in np.unique(owner[pieces[:, 1] > 1]):
+        mine = (owner == i) & kept
+        if len(np.unique(pieces[mine, 0])) < pieces[mine, 1].max(initial=1) and sites[i].kind in OF_PARAMETERS:
+            missing.add(int(i))
+    return kept & ~np.isin(owner, list(missing)), missing
 
 
 def _alike(one: Floats, other: Floats) -> NDArray[np.bool_]:
@@ -298,7 +318,9 @@ _APART = {
 }
 
 
-def _told(sites: list[Site], apart: list[int]) -> Iterable[str]:
+def _told(sites: list[Site], apart: list[int], missing: set[int]) -> Iterable[str]:
+    if missing:
+        yield "pieces of weights are missing in a step, as a rank did not read or has dropped it: they are not shown"
     for kind, why in _APART.items():
         names = [sites[i].path for i in apart if sites[i].kind == kind]
         if names:

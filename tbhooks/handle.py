@@ -22,13 +22,16 @@ from tbhooks.frame import Finding, Frame
 from tbhooks.history import History
 from tbhooks.loop import Loop
 from tbhooks.pump import DEADLINE_S, Pump
-from tbhooks.ranks import Place, before_the_end
+from tbhooks.ranks import Place, before_the_end, is_of_a_job
 from tbhooks.reactions import Reactions
 from tbhooks.replay import Replay
 from tbhooks.report import Report, Stats
 from tbhooks.schedule import Schedule
 from tbhooks.select import Selector, unwrap
 from tbhooks.sinks import Sink
+
+# How long a reader waits for what other ranks saw; one that trains must not be kept from it by one that reads.
+PATIENCE_S = 2.0
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -50,7 +53,8 @@ class Watch:
         self._reactions = Reactions(self._report)
         self._replayed: list[Finding] = []
         self._unwritten: list[Finding] = []
-        self._pump = Pump(sinks, self._judged, self._report)
+        # A rank of a job may be killed at any time: what is written is to be on disk.
+        self._pump = Pump(sinks, self._judged, self._report, flushes=is_of_a_job())
         self._loop = Loop(model, selector, kinds, schedule, mode, place, self._pump.submit, self._report)
         self._loop.raises = self._reactions.raise_if_asked
         self._model = weakref.ref(unwrap(model))
@@ -165,7 +169,7 @@ class Watch:
         """The last frames, up to and including the last step that has ended."""
         if not self._idle:
             self._loop.settle()
-        self._pump.wait()
+        self._pump.wait(PATIENCE_S if self._place.team is not None else DEADLINE_S)
         return self._history
 
     @property
@@ -226,7 +230,7 @@ class Watch:
         return f"<Watch: {state}, {self._loop.logged} steps logged, {len(self._judge.findings)} findings>"
 
     def _start(self) -> None:
-        process.prepare()
+        process.prepare(is_of_a_job())
         for gone in [watching for watching in open_watches() if watching._idle]:
             gone.close()
         self._prepare(self._sinks)
@@ -305,7 +309,7 @@ class Watch:
             return
         self._loop.settle()
         if not self._pump.flush(timeout_s):
-            self._report.tell(f"flush() gave up after {timeout_s:g} s: a sink is slow")
+            self._report.tell(f"flush() gave up after {timeout_s:g} s: a sink is slow, or another rank late")
 
     def _drain(self) -> None:
         with self._report.guarded("draining"):

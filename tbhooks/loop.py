@@ -70,7 +70,7 @@ class Loop:
         self._was_skipped = False
         self._model = weakref.ref(unwrap(model))
         self._schedule = schedule
-        self._rank, self._team = place.rank, place.team
+        self._place, self._rank, self._team = place, place.rank, place.team
         self.clock.count = place.first_step
         self._submit = submit
         self._report = report
@@ -305,7 +305,7 @@ class Loop:
             self._warn_if_blind(label)
             self._end_reading(keep_hooks=next_is_logged and not self._pauses)
             self._awaited, self._late_now = self._late_now, set()
-            if not self._awaited <= self._ended.tags:
+            if not self._awaited <= self._ended.tags and self._team is None:  # other ranks are not kept waiting
                 self._waiting = True
                 return
             self._pack(label)
@@ -338,6 +338,11 @@ class Loop:
 
     def _pack(self, label: int) -> None:
         self._waiting = False
+        if self._place.has_missed_the_others:
+            self._report.tell("ranks are not merged: call init_process_group() before watch()")
+        if self._place.is_another:  # which has nothing to do
+            self.recorder.restart()
+            return
         if self.recorder.calls or self.recorder.scalar_tags or self._team is not None:
             self._packed = self._copied(label)
             self.logged += 1
@@ -356,8 +361,9 @@ class Loop:
         return replace(pending, group=group, merge=partial(self._team.merge, report=self._report))
 
     def _logs(self, step: int) -> bool:
-        """Other ranks than the first have nothing to do once they are merged no longer."""
-        return self._schedule.logs(step) and not (self._rank and self._team is not None and self._team.is_over)
+        """Other ranks than the first have nothing to do, or no longer."""
+        is_over = self._rank != 0 and self._team is not None and self._team.is_over
+        return self._schedule.logs(step) and not is_over and not self._place.is_another
 
     def _begin_if_due(self) -> None:
         if self._logs(self.clock.count):

@@ -184,16 +184,12 @@ class ParameterReader:
                 continue
             self._paths[id(parameter)] = path
             self._tensors[id(parameter)] = parameter
-            if shards.is_spread(parameter):
-                self._note_piece(path, parameter)
+            if shards.is_in_pieces(parameter):
+                for kind in ("weight", "weight_gradient", "update"):
+                    self._recorder.pieces[Site(path, kind)] = shards.piece(parameter)
         if self._recorder.wants("update"):
             local = ((key, self._weight(key)) for key in self._tensors)
             self._before.make_room((key, weight) for key, weight in local if can_be_one_of_many(weight))
-
-    def _note_piece(self, path: str, parameter: nn.Parameter) -> None:
-        if shards.is_in_pieces(parameter):
-            for kind in ("weight", "weight_gradient", "update"):
-                self._recorder.pieces[Site(path, kind)] = shards.piece(parameter)
 
     def _weight(self, key: int) -> Tensor:
         """What of it is on this rank."""

@@ -78,8 +78,8 @@ class Pending:
     calls: list[tuple[int, Span]]
     scalars: Scalars
     earlier: dict[int, Scalars]
-    pieces: Mapping[Site, int] = field(default_factory=dict)
-    """Of tensors that are spread over ranks, which piece was read."""
+    pieces: Mapping[Site, tuple[int, int]] = field(default_factory=dict)
+    """Of tensors that are spread over ranks, which piece was read, and of how many."""
     group: int = 0
     """The lowest of the ranks that worked on the same batch."""
     merge: Merge | None = None
@@ -142,11 +142,11 @@ class Pending:
         sites = [self.sites[number] for number in order]
         return Table(
             self.step, sites, stats.merge(_gather(rows, record, stats.WIDTH), owner, len(order)), counts,
-            np.array([self._piece(site) for site in sites], dtype=np.int64), _read(self.scalars, rows),
+            np.array([self._piece(site) for site in sites], dtype=np.int64).reshape(-1, 2), _read(self.scalars, rows),
             {step: _read(scalars, rows) for step, scalars in self.earlier.items()}, self.group,
         )  # fmt: skip
 
-    def _piece(self, site: Site) -> int:
+    def _piece(self, site: Site) -> tuple[int, int]:
         return self.pieces.get(site, WHOLE if site.kind in OF_PARAMETERS else UNKNOWN_PIECE)
 
     def _frame(self, merged: Merged) -> Frame:

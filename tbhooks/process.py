@@ -27,13 +27,13 @@ _prepared = threading.Event()
 SIGTERM_DEADLINE_S = 5.0
 
 
-def prepare() -> None:
-    """To be called before a watch opens."""
+def prepare(is_of_a_job: bool) -> None:
+    """To be called before a watch opens. A rank of a job dies of SIGTERM at once, also when it waits for another."""
     if not _prepared.is_set():
         _prepared.set()
         atexit.register(_close_all)
         os.register_at_fork(after_in_child=_abandon_all)
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+    if not is_of_a_job and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         _handle_sigterm(_on_sigterm)
 
 

@@ -42,8 +42,9 @@ class Step(Protocol):
 class Pump:
     """Owns the sinks once started; everything they are asked is asked from one thread."""
 
-    def __init__(self, sinks: Sequence[Sink], judge: Judge, report: Report) -> None:
+    def __init__(self, sinks: Sequence[Sink], judge: Judge, report: Report, flushes: bool = False) -> None:
         self._sinks = tuple(sinks)
+        self._flushes = flushes
         self._evaluation_sinks: tuple[Sink, ...] | None = None
         self._judge = judge
         self._report = report
@@ -176,6 +177,8 @@ class Pump:
             sinks, frame = self._evaluation_sinks, frame.without_phase()
         if self._ask(sinks, lambda sink: sink.write(frame)) == len(sinks) > 0:
             self._report.drop("no sink could write it")
+        elif self._flushes:
+            self._ask(sinks, _flush)
 
     def _judged(self, frame: Frame) -> Frame:
         try:

@@ -7,7 +7,6 @@ that training never waits for it. A rank that fails or is late ends the merging,
 from __future__ import annotations
 
 import base64
-import itertools
 import json
 import os
 import time
@@ -23,7 +22,7 @@ import torch
 import wrapt
 from torch import distributed
 
-from tbhooks import agreement, exchange
+from tbhooks import agreement, exchange, shards
 from tbhooks.errors import ArgumentError
 from tbhooks.exchange import Merged, Reader, Table, Writer
 from tbhooks.report import Report
@@ -36,8 +35,6 @@ LONGEST_MEETING = timedelta(minutes=2)
 # Up to so many bytes in all, every rank gets what every rank sent; beyond that only the first does.
 MOST_FOR_EVERYONE = 64 << 20
 
-_meetings = itertools.count()
-
 
 @dataclass(frozen=True)
 class Place:
@@ -46,11 +43,22 @@ class Place:
     rank: int = 0
     team: Team | None = None
     first_step: int = 0
+    wants_team: bool = False
 
     @property
     def is_idle(self) -> bool:
         """Whether another rank does all there is to do."""
         return self.rank != 0 and self.team is None
+
+    @property
+    def is_another(self) -> bool:
+        """Whether the process has become another rank's since: the group was made after the watch."""
+        return self.team is None and this_rank() != self.rank
+
+    @property
+    def has_missed_the_others(self) -> bool:
+        """Whether it was to be merged, and there was nobody to merge with yet."""
+        return self.wants_team and self.team is None and shards.are_several()
 
 
 def this_rank() -> int:
@@ -64,6 +72,11 @@ def _from_environment() -> tuple[int, int]:
     # torchrun sets both before the process group exists; a stray RANK alone means nothing.
     rank, world = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
     return (int(rank), int(world)) if rank.isdecimal() and world.isdecimal() and int(world) > 1 else (0, 1)
+
+
+def is_of_a_job() -> bool:
+    """Whether there are other ranks, or will be."""
+    return shards.are_several() or _from_environment()[1] > 1
 
 
 def restarts() -> int:
@@ -80,10 +93,10 @@ def join(described: agreement.Described, first_step: int) -> Place:
     if not (distributed.is_available() and distributed.is_initialized()):
         if _from_environment()[1] > 1:
             raise ArgumentError('ranks="merge" needs the process group: call init_process_group() before watch()')
-        return Place(first_step=first_step)
+        return Place(first_step=first_step, wants_team=True)
     rank, world = distributed.get_rank(), distributed.get_world_size()
     if world == 1:
-        return Place(first_step=first_step)
+        return Place(first_step=first_step, wants_team=True)
     agreed = _meet(described, rank, world, first_step)
     wait = min(LONGEST_WAIT, _patience())
     group = distributed.new_group(backend="gloo", timeout=wait)
@@ -102,7 +115,8 @@ def _patience() -> timedelta:
 def _meet(described: agreement.Described, rank: int, world: int, first_step: int) -> dict[str, Any]:
     """Through the job's store, not by a collective: a rank that does not come is named, and nobody hangs."""
     store = distributed.distributed_c10d._get_default_store()
-    place = f"tbhooks/{next(_meetings)}"
+    # Counted by the store, which knows a rank again that was started anew.
+    place = f"tbhooks/{store.add(f'tbhooks/met/{rank}', 1)}"
     limit = min(LONGEST_MEETING, _patience())
     details = base64.b64encode(zlib.compress(json.dumps(described.details).encode()))
     store.set(f"{place}/details/{rank}", details.decode())
@@ -152,7 +166,7 @@ def _judge(store: Any, place: str, world: int, limit: timedelta) -> dict[str, An
 class Team:
     """The ranks of a job that have agreed to merge. Its collective is called by the pump's thread alone."""
 
-    group: distributed.ProcessGroup | None
+    group: distributed.ProcessGroup
     rank: int
     world: int
     size: int
@@ -207,10 +221,9 @@ class Team:
     def leave(self, is_idle: bool) -> None:
         """Ends it, and lets go of the group, unless it is still being waited for."""
         self.is_over = True
-        if is_idle and self.group is not None:
+        if is_idle:
             with suppress(Exception):  # destroyed already, with all others
                 distributed.destroy_process_group(self.group)
-        self.group = None
 
 
 def _short(problem: BaseException) -> str:

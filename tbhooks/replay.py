@@ -133,11 +133,11 @@ class Replay:
         model = self._model()
         if model is None or not self._passes:
             return Culprit(None, f"the step's inputs were not seen: {UNKNOWN}")
-        if any(shards.is_spread(parameter) for parameter in model.parameters()):
-            return Culprit(None, f"its weights lie on several ranks, and one cannot run it alone: {UNKNOWN}")
+        if shards.needs_others_to_run(model):
+            return Culprit(None, f"it needs other ranks to run, and one cannot do it alone: {UNKNOWN}")
         self._running = True
         try:
-            with _left_as_it_is(model), run_eagerly(), _everything_read(model, self._probe) as recorder:
+            with _left_as_it_is(model), run_eagerly(), _everything_read(model, self._probe) as recorder, shards.alone():
                 for kept in self._passes:
                     _run_again(model, kept)
                 frames = recorder.pack(0, 0).frames()

@@ -5,11 +5,13 @@ Never asks another rank for anything: a collective the others do not join would 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -20,8 +22,10 @@ def is_spread(tensor: Tensor) -> bool:
 
 
 def is_in_pieces(tensor: Tensor) -> bool:
-    """Whether this rank holds less than all of a spread tensor."""
-    return not all(placement.is_replicate() for placement in getattr(tensor, "placements", ()))
+    """Whether this rank holds less than all of a parameter."""
+    return is_of_first_fsdp(tensor) or not all(
+        placement.is_replicate() for placement in getattr(tensor, "placements", ())
+    )
 
 
 def here(tensor: Tensor) -> Tensor | None:
@@ -40,15 +44,48 @@ def here(tensor: Tensor) -> Tensor | None:
     return local
 
 
-def piece(tensor: Tensor) -> int:
-    """Which piece of the whole a spread tensor's numbers are. Ranks that hold replicas have the same number."""
+def piece(tensor: Tensor) -> tuple[int, int]:
+    """Which piece of the whole a tensor's numbers are, and of how many (0: nobody knows). Replicas are the same one."""
+    if is_of_first_fsdp(tensor):  # a rank may have none of it
+        return distributed.get_rank(), 0
     spread: Any = tensor
     mesh = spread.device_mesh
-    number = 0
+    number, pieces = 0, 1
     for placement, at, size in zip(spread.placements, mesh.get_coordinate() or (), mesh.shape, strict=False):
         if not placement.is_replicate():
-            number = number * size + at
-    return number
+            number, pieces = number * size + at, pieces * size
+    return number, pieces
+
+
+def is_of_first_fsdp(parameter: Tensor) -> bool:
+    """Whether `FullyShardedDataParallel`, the older one, has put its piece of the parameter in its place."""
+    return bool(getattr(parameter, "_fsdp_flattened", False)) or type(parameter).__name__ == "FlatParameter"
+
+
+def needs_others_to_run(model: nn.Module) -> bool:
+    """Whether its forward asks other ranks for something, as far as can be known."""
+    if any(is_spread(parameter) or is_of_first_fsdp(parameter) for parameter in model.parameters()):
+        return True
+    return are_several() and any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
+
+
+def are_several() -> bool:
+    """Whether this process is one of a job's."""
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses to talk to other ranks, who are not listening."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            raise RuntimeError(f"{func} needs the other ranks")
+        return func(*args, **(kwargs or {}))
+
+
+def alone() -> contextlib.AbstractContextManager[Any]:
+    """Inside, a collective raises: what one rank runs for itself must not be taken for a part of the training."""
+    return _NoCollectives() if are_several() else contextlib.nullcontext()  # type: ignore[no-untyped-call]
 
 
 def is_gathered_to_run(model: nn.Module) -> bool:

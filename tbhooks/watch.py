@@ -69,6 +69,8 @@ def watch(
     chosen = judgement.choose(rules)
     is_first = this_rank() == 0
     sinks_of = partial(make_sinks, scalars=scalars)
+    for one in _listed(writer):
+        _check_writer(one)
     sinks = sinks_of(writer) if is_first else ()
     place = Place(this_rank(), first_step=_first_step(sinks))
     if ranks == MERGE:
@@ -99,16 +101,22 @@ def make_sinks(writer: Any, scalars: Any) -> tuple[Sink, ...]:
     from tbhooks.sinks.tensorboard import TensorBoardSink, scalar_table  # noqa: PLC0415  tensorboard is slow to import
 
     scalar_table(scalars)
-    given = writer if isinstance(writer, list | tuple) else [] if writer is None else [writer]
-    sinks: list[Sink] = []
-    for one in given:
-        if isinstance(one, str | Path) or (hasattr(one, "_get_file_writer") and not isinstance(one, type)):
-            sinks.append(TensorBoardSink(one, scalars))
-        elif isinstance(one, Sink) and not isinstance(one, type | io.IOBase):
-            sinks.append(one)
-        else:
-            raise ArgumentError(
-                "writer is a SummaryWriter (torch or tensorboardX), a directory (str or Path), an object with "
-                f"write, flush and close, a list of those, or None, not {arguments.shown(one)}"
-            )
-    return tuple(sinks)
+    for one in _listed(writer):
+        _check_writer(one)
+    return tuple(TensorBoardSink(one, scalars) if _is_for_tensorboard(one) else one for one in _listed(writer))
+
+
+def _listed(writer: Any) -> list[Any]:
+    return list(writer) if isinstance(writer, list | tuple) else [] if writer is None else [writer]
+
+
+def _is_for_tensorboard(one: Any) -> bool:
+    return isinstance(one, str | Path) or (hasattr(one, "_get_file_writer") and not isinstance(one, type))
+
+
+def _check_writer(one: Any) -> None:
+    if not _is_for_tensorboard(one) and (not isinstance(one, Sink) or isinstance(one, type | io.IOBase)):
+        raise ArgumentError(
+            "writer is a SummaryWriter (torch or tensorboardX), a directory (str or Path), an object with "
+            f"write, flush and close, a list of those, or None, not {arguments.shown(one)}"
+        )

@@ -137,12 +137,15 @@ def _be(rank: int, world: int, directory: Path, module: str, name: str, args: An
 
     import torch
 
+    import tbhooks.handle
+
     os.chdir(directory)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     output = os.open(f"output-{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
     torch.set_num_threads(1)
+    tbhooks.handle.PATIENCE_S = 20.0  # a busy machine may keep a rank from running for seconds
     status = 0
     try:
         store = torch.distributed.FileStore(str(directory / "store"), world)

@@ -160,16 +160,6 @@ def fsdp_and_tensor_parallel(model: nn.Module) -> nn.Module:
     return fsdp(model, mesh=mesh["dp"])
 
 
-def ddp_and_tensor_parallel(model: nn.Module) -> nn.Module:
-    from torch.distributed.tensor.parallel import parallelize_module
-    from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
-
-    mesh = _mesh(2, 2, names=("dp", "tp"))
-    parallelize_module(model, mesh["tp"], _plan())
-    _pre_dp_module_transform(model)
-    return nn.parallel.DistributedDataParallel(model, process_group=mesh["dp"].get_group())
-
-
 WRAPS: dict[str, Callable[[nn.Module], nn.Module]] = {
     wrap.__name__: wrap
     for wrap in (
@@ -548,3 +538,108 @@ def again_and_again(rank: int) -> Any:
         w.close()
         counts.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), threading.active_count()))
     return counts
+
+
+def reading(rank: int) -> Any:
+    """One rank reads after every step, and all log late, in a training that needs both."""
+    import time
+
+    tbhooks.handle.PATIENCE_S = 1.0
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).double()
+    called = ddp(model)
+    w = tbhooks.watch(called, None, 1, ranks="merge")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seconds = []
+    for step in range(6):
+        started = time.monotonic()
+        loss_of(called(batch(step, rank))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        w.log({"loss": float(rank)})
+        if rank == 1:
+            _ = w.latest
+        seconds.append(time.monotonic() - started)
+    w.flush()
+    return seconds, [frame.scalars.get("train/loss") for frame in w.history][:-1], w.stats.messages
+
+
+def torn(rank: int) -> Any:
+    """Weights in pieces, and one rank drops its own."""
+    if rank == 1:
+        from tbhooks import pump
+
+        pump.QUEUE_STEPS, pump.QUEUE_BYTES = 0, -1
+    model = make_model()
+    called = fsdp(model)
+    w = tbhooks.watch(called, None, 1, ranks="merge")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        loss_of(called(batch(step, rank))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return (
+        [{site.kind for site in frame.sites} for frame in w.history],
+        [dict(f.scalars) for f in w.history],
+        w.stats.messages,
+    )
+
+
+class Together(nn.Module):
+    """A forward that needs the other ranks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = x.detach().clone()
+        distributed.all_reduce(total)
+        return x + total.mean()
+
+
+def replaying(rank: int) -> Any:
+    """NaN, and the first rank is to run the step once more."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), Together(), nn.Linear(8, 3)).double()
+    called = ddp(model)
+    w = tbhooks.watch(called, None, 1).on_nonfinite("replay")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        factor = float("nan") if step == 2 else 1.0
+        loss_of(called(batch(step, rank)) * factor).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [finding.message for finding in w.findings if "before the optimizer" in finding.message]
+
+
+def older_fsdp(rank: int, ranks: str) -> Any:
+    """FullyShardedDataParallel, which leaves a piece of each parameter in its place."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    model = make_model()
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    called = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+    w = tbhooks.watch(called, None, 1, ranks=ranks)
+    optimizer = torch.optim.SGD(called.parameters(), lr=0.1)
+    for step in range(2):
+        loss_of(called(batch(step, rank))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    frames = list(w.history)
+    counts = {name: frames[-1][name, "weight"].count for name in sizes if frames and (name, "weight") in frames[-1]}
+    return counts, sizes, [dict(frame.scalars) for frame in frames], w.stats.messages
+
+
+def grouped_late(rank: int, ranks: str) -> Any:
+    """The process group is made after the watch, and nothing in the environment tells of it."""
+    from datetime import timedelta
+
+    distributed.destroy_process_group()
+    for name in ("RANK", "WORLD_SIZE"):
+        os.environ.pop(name)
+    model = make_model()
+    w = tbhooks.watch(model, None, 1, ranks=ranks)
+    store = distributed.FileStore("late", 2)
+    distributed.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=20))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        loss_of(model(batch(step, rank))).backward()
+        optimizer.step()
+    return [frame.step for frame in w.history], w.stats.messages

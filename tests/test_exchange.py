@@ -32,12 +32,15 @@ def row(array: NDArray[np.float64]) -> NDArray[np.float64]:
     return made
 
 
-def table(rows: dict[Site, NDArray[np.float64]], piece: int | None = None, group: int = 0, **more: object) -> Table:
-    pieces = [(0 if s.kind in exchange.OF_PARAMETERS else UNKNOWN_PIECE) if piece is None else piece for s in rows]
+def table(
+    rows: dict[Site, NDArray[np.float64]], piece: tuple[int, int] | None = None, group: int = 0, **more: object
+) -> Table:
+    usual = [exchange.WHOLE if site.kind in exchange.OF_PARAMETERS else UNKNOWN_PIECE for site in rows]
+    pieces = usual if piece is None else [piece] * len(rows)
     made = Table(
         7, list(rows), np.array([row(array) for array in rows.values()]).reshape(len(rows), stats.WIDTH),
         np.array([reference.bucket_counts(array) for array in rows.values()]).reshape(len(rows), stats.BUCKETS),
-        np.array(pieces, np.int64), group=group,
+        np.array(pieces, np.int64).reshape(-1, 2), group=group,
     )  # fmt: skip
     return replace(made, **more)  # type: ignore[arg-type]
 
@@ -75,7 +78,7 @@ def test_what_every_rank_has_all_of_counts_once(whole: NDArray[np.float64], worl
 
 @given(st.lists(moderate, min_size=1, max_size=4), st.integers(1, 3))
 def test_pieces_merge_to_the_whole_and_their_replicas_count_once(parts: list[NDArray[np.float64]], copies: int) -> None:
-    tables = [table({WEIGHT: part}, piece=i) for _ in range(copies) for i, part in enumerate(parts)]
+    tables = [table({WEIGHT: part}, (i, len(parts))) for _ in range(copies) for i, part in enumerate(parts)]
     check(exchange.merge(tables).table, WEIGHT, np.concatenate(parts))
 
 
@@ -87,6 +90,17 @@ def test_ranks_on_one_batch_share_an_output_if_it_is_the_same_and_add_their_part
     check(exchange.merge(parts).table, ACTIVATION, np.concatenate([whole, other]))
     two_batches = [table({ACTIVATION: whole}, group=0), table({ACTIVATION: whole}, group=1)]
     check(exchange.merge(two_batches).table, ACTIVATION, np.concatenate([whole, whole]))
+
+
+def test_a_parameter_of_which_a_piece_is_missing_is_not_shown_and_that_is_told() -> None:
+    whole, outputs = np.arange(4.0), np.arange(8.0)
+    torn = [table({ACTIVATION: outputs, WEIGHT: whole}, (0, 2)), Table(7)]
+    merged = exchange.merge(torn)
+    assert list(merged.table.sites) == [ACTIVATION]
+    assert len(merged.spreads) == 1
+    assert not merged.is_whole
+    assert "pieces of weights are missing" in merged.notes[0]
+    check(merged.table, ACTIVATION, outputs)
 
 
 def test_replicas_that_are_none_are_told_and_all_counted() -> None:
@@ -138,7 +152,7 @@ def test_scalars_are_means_but_for_those_with_a_better_way() -> None:
 
 def test_the_norm_before_clipping_is_not_shown_where_weights_are_in_pieces() -> None:
     tables = [
-        table({WEIGHT: np.arange(3.0)}, piece=i, scalars={RAW_GRADIENT_NORM: 1.0, "train/loss": 1.0}) for i in range(2)
+        table({WEIGHT: np.arange(3.0)}, (i, 2), scalars={RAW_GRADIENT_NORM: 1.0, "train/loss": 1.0}) for i in range(2)
     ]
     assert RAW_GRADIENT_NORM not in exchange.merge(tables).table.scalars
 

@@ -171,6 +171,43 @@ def test_a_closed_watch_leaves_no_thread_and_no_connection(fleet: Fleet, tmp_pat
         assert counts[-1] == counts[1], counts
 
 
+def test_a_rank_that_reads_keeps_nobody_from_training(fleet: Fleet, tmp_path: Path) -> None:
+    for seconds, losses, messages in fleet.values(jobs.reading, 2, tmp_path):
+        assert sum(seconds) < 12, seconds
+        assert losses == [0.5] * 5, messages
+
+
+def test_weights_of_which_a_piece_is_missing_are_not_shown_as_whole(fleet: Fleet, tmp_path: Path) -> None:
+    kinds, scalars, messages = fleet.values(jobs.torn, 2, tmp_path)[0]
+    assert kinds == [{"activation", "gradient"}] * 2
+    assert not any("train.grad_norm" in each or "train.grad_norm_raw" in each for each in scalars)
+    assert any("pieces of weights are missing" in message for message in messages)
+
+
+def test_one_rank_does_not_run_again_what_needs_the_others(fleet: Fleet, tmp_path: Path) -> None:
+    said, _ = fleet.values(jobs.replaying, 2, tmp_path)
+    assert len(said) == 1
+    assert "it could not be run again" in said[0]
+
+
+def test_the_older_fsdp_shows_pieces_alone_and_whole_weights_when_merged(fleet: Fleet, tmp_path: Path) -> None:
+    counts, sizes, scalars, _ = fleet.values(jobs.older_fsdp, 2, tmp_path / "local", "local")[0]
+    assert sum(counts.values()) < sum(sizes.values())
+    assert not any("train.grad_norm" in each for each in scalars)
+    counts, sizes, scalars, messages = fleet.values(jobs.older_fsdp, 2, tmp_path / "merge", "merge")[0]
+    assert counts == sizes
+    assert all("train.grad_norm" in each for each in scalars)
+    assert not any("drifted" in message for message in messages)
+
+
+@pytest.mark.parametrize("ranks", ["local", "merge"])
+def test_a_process_group_that_is_made_after_the_watch_is_noticed(fleet: Fleet, tmp_path: Path, ranks: str) -> None:
+    (first, messages), (second, _) = fleet.values(jobs.grouped_late, 2, tmp_path, ranks)
+    assert first == [0, 1, 2]
+    assert second == []
+    assert any("call init_process_group() before watch()" in said for said in messages) == (ranks == "merge")
+
+
 def test_a_step_that_one_rank_drops_is_merged_without_it(fleet: Fleet, tmp_path: Path) -> None:
     (counts, _, steps, messages, ranks), (_, dropped, *_) = fleet.values(jobs.dropping, 2, tmp_path)
     assert counts == [4 * 16] * 3
