@@ -9,7 +9,7 @@ demo: $(READY)  ## train a small CNN on digits, watched, and say how to look at 
 	$(PYTHON) -m tbhooks demo
 
 test: lint  ## everything CI runs
-	$(PYTHON) -m pytest -n 2 --dist loadgroup --durations 5
+	$(PYTHON) -m pytest -n 3 --dist loadgroup --durations 5
 
 test-browser: $(READY)  ## the TensorBoard tab in a real browser: Debian's chromium
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,browser]'
@@ -47,7 +47,7 @@ look: $(READY)  ## TensorBoard on the demo's run
 
 $(READY): pyproject.toml constraints.txt hatch_build.py tbhooks/kernel.c
 	test -d $(VENV) || python3 -m venv $(VENV)
-	$(PYTHON) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(PYTHON) -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $(READY)
 
 clean:

@@ -272,7 +272,7 @@ def absent(rank: int, who: int) -> str:
     if rank == who:
         import time
 
-        time.sleep(9)
+        time.sleep(5)
         return "absent"
     return disagree(rank, [{}, {}])
 
@@ -289,7 +289,7 @@ def ends(rank: int, how: str) -> Any:
                 "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
                 "raises": lambda: (_ for _ in ()).throw(RuntimeError("out of luck")),
                 "exits": lambda: sys.exit(0),
-                "is late": lambda: time.sleep(12),
+                "is late": lambda: time.sleep(7),
                 "labels otherwise": lambda: None,
             }[how]()
 
@@ -643,3 +643,24 @@ def grouped_late(rank: int, ranks: str) -> Any:
         loss_of(model(batch(step, rank))).backward()
         optimizer.step()
     return [frame.step for frame in w.history], w.stats.messages
+
+
+def terminated(rank: int) -> None:
+    """The first rank is told to end while it waits for another in a collective."""
+    import signal
+    import threading
+    import time
+
+    model = make_model()
+    w = tbhooks.watch(model, "run", 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        loss_of(model(batch(step, rank))).backward()
+        optimizer.step()
+    w._loop.settle()
+    w._pump.wait()
+    if rank == 1:
+        time.sleep(4)
+        os._exit(0)
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    distributed.barrier()

@@ -47,7 +47,7 @@ def test_ranks_that_disagree_all_get_the_same_error_that_names_the_difference(
 
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_rank_that_never_calls_watch_is_named_and_nobody_hangs(fleet: Fleet, tmp_path: Path, who: int) -> None:
-    said = fleet.values(jobs.absent, 2, tmp_path, who, patience_s=3)
+    said = fleet.values(jobs.absent, 2, tmp_path, who, patience_s=1.5)
     assert f"rank {who} did not call watch() within" in said[1 - who]
 
 
@@ -73,7 +73,7 @@ def test_a_single_process_merges_with_nobody() -> None:
 
 @pytest.mark.parametrize("how", ["killed", "raises", "exits", "is late", "labels otherwise"])
 def test_a_rank_that_is_lost_ends_the_merging_and_not_the_training(fleet: Fleet, tmp_path: Path, how: str) -> None:
-    first, second = fleet.run(jobs.ends, 2, tmp_path, how, limit_s=45, patience_s=4)
+    first, second = fleet.run(jobs.ends, 2, tmp_path, how, limit_s=45, patience_s=3)
     assert first.status == 0, first.output[-2000:]
     steps, messages, merged, slowest, seconds = first.value
     assert merged[:2] == [2.0, 2.0]
@@ -101,6 +101,14 @@ def tbhooks_steps(directory: Path) -> list[int]:
     from tbhooks import runs
 
     return [frame.step for frame in runs.read(directory).training]
+
+
+def test_a_rank_that_waits_for_another_dies_of_sigterm_at_once_with_everything_on_disk(
+    fleet: Fleet, tmp_path: Path
+) -> None:
+    first, second = fleet.run(jobs.terminated, 2, tmp_path, limit_s=40)
+    assert (first.status, second.status) == (-15, 0), first.output[-2000:]
+    assert tbhooks_steps(tmp_path / "run") == [0, 1, 2]
 
 
 def test_a_rank_that_reads_nothing_counts_for_nothing(fleet: Fleet, tmp_path: Path) -> None:
