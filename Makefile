@@ -3,13 +3,16 @@ VENV := .venv
 PYTHON := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-browser test-triton lint bench notebooks clinic look clean
+.PHONY: demo test test-slow test-browser test-triton lint bench notebooks clinic look clean
 
 demo: $(READY)  ## train a small CNN on digits, watched, and say how to look at it
 	$(PYTHON) -m tbhooks demo
 
 test: lint  ## everything CI runs
-	$(PYTHON) -m pytest -n 3 --dist loadgroup --durations 5
+	$(PYTHON) -m pytest -n 3 --dist loadgroup -m "not slow" --durations 5
+
+test-slow: $(READY)  ## more models for what `make test` shows already
+	$(PYTHON) -m pytest -n 3 --dist loadgroup -m slow
 
 test-browser: $(READY)  ## the TensorBoard tab in a real browser: Debian's chromium
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,browser]'

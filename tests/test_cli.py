@@ -29,13 +29,14 @@ def test_a_wrong_command_says_what_there_is() -> None:
     assert "demo" in done.stderr
 
 
-def test_the_demo_trains_shows_what_it_saw_and_says_how_to_look(tmp_path: Path) -> None:
+def test_the_demo_trains_shows_what_it_saw_says_how_to_look_and_leaves_a_run_to_report(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     done = run("demo", "--steps", "30", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     for expected in ("conv1", "output.weight", "3 steps logged", "tensorboard --logdir runs"):
         assert expected in done.stdout
     assert len(list((tmp_path / "runs/digits").glob("events*"))) == 1
+    check_what_the_run_tells(tmp_path)
     again = run("demo", "--steps", "10", cwd=tmp_path)
     assert "runs/digits-2" in again.stdout
     assert len(list((tmp_path / "runs/digits-2-sick").glob("events*"))) == 1
@@ -58,9 +59,8 @@ def test_the_demo_refuses_a_wrong_every(tmp_path: Path) -> None:
     assert "every is a whole number of at least 1" in done.stderr
 
 
-def test_the_demos_run_is_reported_checked_and_made_a_page(tmp_path: Path) -> None:
-    pytest.importorskip("sklearn")
-    assert run("demo", "--steps", "30", cwd=tmp_path).returncode == 0
+def check_what_the_run_tells(tmp_path: Path) -> None:
+    """It is reported, checked and made a page."""
     shown = run("report", "runs/digits", cwd=tmp_path)
     assert shown.returncode == 0, shown.stderr
     for expected in ("3 logged steps, 0 to 20", "train/loss", "conv1", "output.weight", "findings"):

@@ -267,7 +267,7 @@ def parameter_step(parameters: int, **options: Any) -> tuple[int, simulated.Log]
     return watched - bare, logs[-1]
 
 
-@pytest.mark.parametrize(("histograms", "most"), [(False, 60), (True, 80)])
+@pytest.mark.parametrize(("histograms", "most"), [pytest.param(False, 60, marks=pytest.mark.slow), (True, 80)])
 def test_five_hundred_parameters_cost_as_many_launches_as_ten(histograms: bool, most: int) -> None:
     ten, _ = parameter_step(10, histograms=histograms)
     many, log = parameter_step(500, histograms=histograms)

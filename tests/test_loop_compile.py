@@ -246,7 +246,10 @@ def assert_near(
 # --- Inductor -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["mlp", "cnn", "inplace_relu", "chunk_unused", "checkpointed", "dict_output"])
+OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("mlp", "inplace_relu", "chunk_unused", "dict_output")]
+
+
+@pytest.mark.parametrize("name", ["cnn", "checkpointed", *OTHERS])
 def test_inductor_trains_bit_for_bit_as_unwatched_and_shows_the_numbers_of_what_it_computes(name: str) -> None:
     case = zoo.ZOO[name]
     bare = zoo.train(compiled_case(case, "inductor"), 3)

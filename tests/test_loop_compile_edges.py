@@ -62,7 +62,7 @@ RECURRENT = zoo.Case("recurrent", Recurrent, lambda: (torch.randn(3, 5, 8),), la
 @pytest.mark.parametrize(
     ("case", "backend"),
     [
-        (zoo.ZOO["gpt2"], "eager"),
+        pytest.param(zoo.ZOO["gpt2"], "eager", marks=pytest.mark.slow),
         (RECURRENT, "aot_eager"),
     ],
     ids=lambda value: getattr(value, "name", value),
