@@ -16,6 +16,15 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 pytestmark = pytest.mark.xdist_group("ranks")
 
 
+def run_by_torchrun(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    return subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *arguments],
+        cwd=directory, env={**environment, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("name", "steps", "logged", "said"),
     [
@@ -26,15 +35,8 @@ pytestmark = pytest.mark.xdist_group("ranks")
 def test_an_example_runs_on_two_processes_and_writes_one_run_of_both(
     tmp_path: Path, name: str, steps: int, logged: list[int], said: str
 ) -> None:
-    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-    ran = subprocess.run(
-        [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-            str(EXAMPLES / f"{name}.py"), "--steps", str(steps), "--logdir", "run",
-        ],
-        cwd=tmp_path, env={**environment, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
+    script = str(EXAMPLES / f"{name}.py")
+    ran = run_by_torchrun(tmp_path, script, "--steps", str(steps), "--logdir", "run")
     assert ran.returncode == 0, ran.stderr[-3000:]
     assert f"{steps} steps on 2 ranks, loss " in ran.stdout
     assert said in ran.stdout
