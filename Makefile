@@ -11,7 +11,7 @@ demo: $(READY)  ## train a small CNN on digits, watched, and say how to look at 
 test: lint  ## everything CI runs
 	$(PYTHON) -m pytest -n 3 --dist loadgroup -m "not slow" --durations 5
 
-test-slow: $(READY)  ## more models for what `make test` shows already
+test-slow: $(READY)  ## the cases that `make test` leaves out for their time
 	$(PYTHON) -m pytest -n 3 --dist loadgroup -m slow
 
 test-browser: $(READY)  ## the TensorBoard tab in a real browser: Debian's chromium

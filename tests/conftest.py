@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Iterator
 
 # Some virtual machines announce AMX and die of it in the first bfloat16 matmul.
@@ -20,6 +21,33 @@ torch.set_num_threads(1)
 settings.register_profile("ci", derandomize=True)
 if os.environ.get("CI"):
     settings.load_profile("ci")
+
+
+# Of these long lists of cases `make test` takes one of so many, told by their names; `make test-slow` has the others.
+ONE_OF = {
+    "test_clinic": 4,
+    "test_device": 2,
+    "test_loop_accumulation": 2,
+    "test_loop_checkpointing": 4,
+    "test_loop_compile": 4,
+    "test_loop_compile_combined": 4,
+    "test_loop_compile_edges": 3,
+    "test_loop_contexts": 2,
+    "test_loop_evaluation": 2,
+    "test_loop_functional": 2,
+    "test_loop_inputs": 2,
+    "test_loop_mixed_precision": 2,
+    "test_loop_optimizers": 2,
+    "test_loop_transforms": 2,
+    "test_zoo": 3,
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        share = ONE_OF.get(item.path.stem, 1)
+        if "[" in item.name and zlib.crc32(item.name.encode()) % share:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)

@@ -62,7 +62,7 @@ def check_distributed(rank: int, world: int, store: str) -> None:
         reset()
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_compiled_ddp_and_ddp_of_compiled_train_as_unwatched_and_show_the_eager_numbers(
     world: int, tmp_path: Path
 ) -> None:
