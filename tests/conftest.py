@@ -27,6 +27,7 @@ if os.environ.get("CI"):
 ONE_OF = {
     "test_clinic": 4,
     "test_device": 2,
+    "test_kernel": 2,
     "test_loop_accumulation": 2,
     "test_loop_checkpointing": 4,
     "test_loop_compile": 4,
@@ -39,6 +40,7 @@ ONE_OF = {
     "test_loop_mixed_precision": 2,
     "test_loop_optimizers": 2,
     "test_loop_transforms": 2,
+    "test_notebook_figures": 2,
     "test_zoo": 3,
 }
 

@@ -93,6 +93,7 @@ def test_the_command_measures_a_model_of_the_current_directory(tmp_path: Path) -
     assert told["sites"] == 8
 
 
+@pytest.mark.slow
 def test_the_command_says_what_is_wrong_and_no_traceback(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("def make_model(): pass\n")
     for arguments, expected in {

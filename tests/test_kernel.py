@@ -269,7 +269,7 @@ def test_bad_arguments_change_nothing() -> None:
     assert (row == 7).all()
 
 
-@pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
+@pytest.mark.parametrize("sanitizer", ["address,undefined", pytest.param("thread", marks=pytest.mark.slow)])
 def test_no_access_out_of_bounds_no_undefined_behaviour_no_race(sanitizer: str) -> None:
     """Exact-size heap blocks of random and edge data, and many arrays in several threads, under the sanitizers."""
     flags = ("-O1", "-g", "-fopenmp-simd", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", "-pthread")

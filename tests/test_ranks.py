@@ -51,10 +51,12 @@ def _keeps_input(seen: twin.Twin, module: Any, model: Any) -> Any:
 
 # What is called, how many ranks, whether the watch came before the wrapper, in how many micro-batches.
 LAYOUTS = [
-    ("ddp", 4, False, 1), ("ddp", 2, True, 2), ("ddp_static", 2, False, 1), ("ddp_unused", 2, True, 1),
-    ("ddp_compiled", 2, False, 1), ("fsdp", 4, False, 1), ("fsdp", 2, True, 1), ("fsdp_unresharded", 2, False, 1),
-    ("fsdp_checkpointed", 2, False, 1), ("hsdp", 4, False, 1), ("tensor_parallel", 2, False, 1),
+    ("ddp", 4, False, 1), ("ddp", 2, True, 2), ("ddp_unused", 2, True, 1), ("ddp_compiled", 2, False, 1),
+    ("fsdp", 4, False, 1), ("fsdp", 2, True, 1), ("fsdp_checkpointed", 2, False, 1), ("hsdp", 4, False, 1),
     ("tensor_parallel", 2, True, 1), ("fsdp_and_tensor_parallel", 4, False, 1),
+    pytest.param("ddp_static", 2, False, 1, marks=pytest.mark.slow),
+    pytest.param("fsdp_unresharded", 2, False, 1, marks=pytest.mark.slow),
+    pytest.param("tensor_parallel", 2, False, 1, marks=pytest.mark.slow),
 ]  # fmt: skip
 
 
