@@ -166,7 +166,7 @@ def _judge(store: Any, place: str, world: int, limit: timedelta) -> dict[str, An
 class Team:
     """The ranks of a job that have agreed to merge. Its collective is called by the pump's thread alone."""
 
-    group: distributed.ProcessGroup
+    group: distributed.ProcessGroup | None
     rank: int
     world: int
     size: int
@@ -221,9 +221,11 @@ class Team:
     def leave(self, is_idle: bool) -> None:
         """Ends it, and lets go of the group, unless it is still being waited for."""
         self.is_over = True
-        if is_idle:
+        group = self.group
+        if is_idle and group is not None:  # None would be all groups of the job
+            self.group = None  # its threads and connections live as long as it is held
             with suppress(Exception):  # destroyed already, with all others
-                distributed.destroy_process_group(self.group)
+                distributed.destroy_process_group(group)
 
 
 def _short(problem: BaseException) -> str:
