@@ -23,6 +23,13 @@ _NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 _REENTRANT = CheckpointFunction.backward.__code__
 
 
+def capture_check() -> Callable[[], bool]:
+    """What tells whether a CUDA graph is being captured: what runs into it has no numbers yet, and would be run
+    again with every replay.
+    """
+    return torch.cuda.is_current_stream_capturing if torch.cuda.is_available() else lambda: False
+
+
 def backward_pass() -> int:
     """The number of the backward pass autograd is running here, or NO_BACKWARD."""
     return int(_graph_task())

@@ -18,7 +18,7 @@ from tbhooks import buckets, kernel, rows, shards, stats, together, triton_rows
 from tbhooks.frame import Site
 from tbhooks.kernel import Address
 from tbhooks.parts import Block
-from tbhooks.pending import Pending, Scalars, Span
+from tbhooks.pending import Attached, Make, Pending, Scalars, Span
 from tbhooks.records import Buffer, copy_out
 
 # Torch reductions make temporaries of the tensor's size: larger tensors are read in parts this long.
@@ -102,6 +102,7 @@ class Recorder:
         """Of what is spread over ranks, which piece is here, and of how many."""
         self._scalars: Scalars = {}
         self._earlier: dict[int, Scalars] = {}
+        self._makers: list[Make] = []
 
     def wants(self, *kinds: str) -> bool:
         """Whether any of these kinds was asked for."""
@@ -129,7 +130,7 @@ class Recorder:
     def restart(self) -> None:
         """Forgets what the step has recorded so far; waits for what is being read in another thread."""
         with self._lock:
-            self.calls, self._scalars, self._earlier = [], {}, {}
+            self.calls, self._scalars, self._earlier, self._makers = [], {}, {}, []
             for buffer in self._buffers:
                 buffer.reset()
 
@@ -234,6 +235,21 @@ class Recorder:
                 for column, tag in enumerate(tags[start : start + stats.WIDTH]):
                     self._scalars[tag] = (number, record, column)
 
+    def attach(self, tensor: Tensor) -> Attached:
+        """A tensor as it is now, that rides in the step's copy; `exhibit` tells what becomes of it."""
+        with self._lock:
+            number, buffer = self._buffer(tensor)
+            return buffer.attach(number, tensor)
+
+    def exhibit(self, make: Make) -> None:
+        """What goes along with the step's frame, made in the background when the copy is there."""
+        self._makers.append(make)
+
+    @property
+    def has_something(self) -> bool:
+        """Whether the step has anything to show."""
+        return bool(self.calls or self._scalars or self._makers)
+
     @property
     def overflowed(self) -> bool:
         """Whether the step made more calls than a buffer may hold; the rest of it is missing."""
@@ -250,10 +266,10 @@ class Recorder:
     def pack(self, step: int, rank: int) -> Pending:
         """Starts the one copy of the step and forgets it."""
         with self._lock:
-            copies = {i: copy_out(buffer) for i, buffer in enumerate(self._buffers) if buffer.used}
+            copies = {i: copy_out(buffer) for i, buffer in enumerate(self._buffers) if not buffer.is_empty}
             pending = Pending(
                 step, time.time(), rank, self.sites[:], self._shown, self.with_buckets,
-                copies, self.calls, self._scalars, self._earlier, dict(self.pieces),
+                copies, self.calls, self._scalars, self._earlier, dict(self.pieces), makers=self._makers,
             )  # fmt: skip
             self.restart()
         return pending

@@ -16,6 +16,7 @@ import numpy as np
 
 from tbhooks import spread, stats
 from tbhooks.errors import ArgumentError, UnknownSiteError, nearest
+from tbhooks.exhibits import Exhibit
 from tbhooks.spread import Spread
 from tbhooks.stats import BUCKETS, COLUMNS, STAT_NAMES, Counts, Floats
 
@@ -150,7 +151,8 @@ class Frame:
     `values[i]` is the row of `sites[i]` (columns: `tbhooks.stats.COLUMNS`) and `buckets[i]` its
     histogram; `buckets` has no columns on a step that took none. `scalars` holds what rode along,
     by its TensorBoard tag: `train/loss`, `train.lr/0`. `spreads` tells how far the ranks of a job lie apart
-    (`frame["fc", "gradient"].spread("norm")`), where they were merged.
+    (`frame["fc", "gradient"].spread("norm")`), where they were merged. `exhibits` are what was asked for besides
+    numbers, such as pictures; they are written and then let go of.
     """
 
     step: int
@@ -162,6 +164,7 @@ class Frame:
     findings: tuple[Finding, ...] = ()
     scalars: Mapping[str, float] = field(default_factory=dict)
     spreads: Floats = field(default_factory=lambda: spread.nothing(0))
+    exhibits: tuple[Exhibit, ...] = ()
 
     def __post_init__(self) -> None:
         n = len(self.sites)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from tbhooks import arguments, evaluation, kernel, process, triton_rows
 from tbhooks import rules as judgement
+from tbhooks.asking import Asking
 from tbhooks.compiled import never_compiled
 from tbhooks.errors import ArgumentError, ClosedError, check_names
 from tbhooks.findings import Findings
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from tbhooks.notebook.live import Live
 
 
-class Watch:
+class Watch(Asking):
     """A model being watched. Made by `watch()`; every method is safe in the middle of training."""
 
     def __init__(

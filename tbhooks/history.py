@@ -34,9 +34,9 @@ class History:
     def append(self, frame: Frame) -> None:
         """Adds a frame; scalars that came late join the frame of their step."""
         with self._lock:
-            if not frame.sites and self._join(frame):
+            if not frame.sites and (not frame.scalars or self._join(frame)):
                 return
-            self._frames.append(frame)
+            self._frames.append(_numbers_of(frame))
             if len(self._frames) > MOST_WITH_BUCKETS:
                 old = self._frames[-MOST_WITH_BUCKETS - 1]
                 self._frames[-MOST_WITH_BUCKETS - 1] = replace(
@@ -46,7 +46,7 @@ class History:
     def judged(self, frame: Frame) -> None:
         """The newest frame, with what the rules found in it."""
         with self._lock:
-            self._frames[-1] = frame
+            self._frames[-1] = _numbers_of(frame)
 
     @property
     def latest(self) -> Frame | None:
@@ -121,3 +121,8 @@ class History:
     def __repr__(self) -> str:
         steps = f", steps {self._frames[0].step} to {self._frames[-1].step}" if self._frames else ""
         return f"History({len(self)} frames{steps})"
+
+
+def _numbers_of(frame: Frame) -> Frame:
+    """Without pictures and their like, which weigh more than everything else together."""
+    return replace(frame, exhibits=()) if frame.exhibits else frame

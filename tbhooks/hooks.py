@@ -61,7 +61,7 @@ class ForwardHook(_Unkept):
 
     __slots__ = (
         "__weakref__", "broken", "ends_backward", "gate", "has_units", "module", "path", "reads_gradients",
-        "reads_inputs", "reads_operations", "reads_outputs", "sites", "ticket", "told",
+        "reads_inputs", "reads_operations", "reads_outputs", "shows_inputs", "shows_outputs", "sites", "ticket", "told",
     )  # fmt: skip
 
     def __init__(self, told: Told, path: str, module: nn.Module, wanted: frozenset[str], chosen: bool) -> None:
@@ -73,6 +73,8 @@ class ForwardHook(_Unkept):
         self.reads_gradients = chosen and "gradient" in wanted
         self.reads_inputs = chosen and "input" in wanted
         self.reads_operations = chosen and "functional" in wanted
+        # Set when it is put on: whether somebody looks on.
+        self.shows_outputs = self.shows_inputs = False
         self.has_units = isinstance(module, RECTIFIERS)
         # The end of a backward pass through its output is when weight gradients are read.
         self.ends_backward = path == ROOT and "weight_gradient" in wanted

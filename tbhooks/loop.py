@@ -9,13 +9,12 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from tbhooks import scaling, shards, triton_rows
+from tbhooks import scaling, triton_rows
 from tbhooks.autograd import unrecorded
 from tbhooks.buffer import Recorder
 from tbhooks.clock import Clock
@@ -343,7 +342,7 @@ class Loop:
         if self._place.is_another:  # which has nothing to do
             self.recorder.restart()
             return
-        if self.recorder.calls or self.recorder.scalar_tags or self._team is not None:
+        if self.recorder.has_something or self._team is not None:
             self._packed = self._copied(label)
             self.logged += 1
 
@@ -353,12 +352,7 @@ class Loop:
         self._held = {}
         if triton_rows.failure:
             self._report.tell(f"Triton is installed and does not work; torch operations serve: {triton_rows.failure}")
-        pending = self.recorder.pack(label, self._rank)
-        if self._team is None:
-            return pending
-        model = self._model()
-        group = self._rank if model is None else shards.batch_group(model, self._rank)
-        return replace(pending, group=group, merge=partial(self._team.merge, report=self._report))
+        return self._place.shared(self.recorder.pack(label, self._rank), self._model(), self._report)
 
     def _logs(self, step: int) -> bool:
         """Other ranks than the first have nothing to do, or no longer."""
@@ -380,6 +374,7 @@ class Loop:
         self.parameters.forget()
         with unrecorded():
             self.probe.units.log(self.recorder)
+            self.probe.onlookers.end(self.recorder)
         self.probe.end(keep_hooks)
         if self.recorder.overflowed:
             self._report.tell("a step made more calls than its buffer holds; the rest of it is not in its numbers")

@@ -5,9 +5,9 @@ Runs in the pump's thread. Reads host memory only; nothing here touches a device
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tbhooks import parts, spread, stats
 from tbhooks.exchange import OF_PARAMETERS, UNKNOWN_PIECE, WHOLE, Merged, Table
+from tbhooks.exhibits import Exhibit
 from tbhooks.frame import GRADIENT_NORM, NONFINITE_SINCE, RAW_GRADIENT_NORM, Frame, Site
 
 Number = TypeVar("Number", np.float64, np.int64)
@@ -35,6 +36,7 @@ class Copy:
     unfinished: Sequence[parts.Block] = ()
     record_bytes: int = 0
     part_bytes: int = 0
+    attached_bytes: int = 0
 
     def wait(self) -> None:
         if self.event is not None:
@@ -45,21 +47,41 @@ class Copy:
         rows: stats.Floats = np.asarray(data, dtype=np.float64)
         if self.unfinished:
             rows = rows.copy()
-            behind = self.host[len(self.host) - self.part_bytes :].view(self.row_type)
+            end = len(self.host) - self.attached_bytes
+            behind = self.host[end - self.part_bytes : end].view(self.row_type)
             records, values = parts.gather(np.asarray(behind, dtype=np.float64), self.unfinished)
             rows[records] = values
         return rows
 
     def _records(self) -> Tensor:
-        if not self.unfinished:
-            return self.host
-        return self.host[: len(self.host) - self.part_bytes].view(-1, self.record_bytes)
+        behind = self.part_bytes + self.attached_bytes
+        return self.host[: len(self.host) - behind].view(-1, self.record_bytes) if behind else self.host
 
     def counts(self) -> stats.Counts:
         data = self._records()[:, stats.WIDTH * self.row_type.itemsize :].view(torch.int32)
         return np.asarray(data[:, : stats.BUCKETS], dtype=np.int64)
 
+    def attached(self, what: Attached) -> NDArray[Any]:
+        start = len(self.host) - self.attached_bytes + what.start
+        content = np.asarray(self.host[start : start + what.size])
+        return np.frombuffer(content.tobytes(), what.dtype).reshape(what.shape)
 
+
+@dataclass(frozen=True)
+class Attached:
+    """A tensor that rides in a step's copy: the buffer, where it lies among those attached, and what it is."""
+
+    buffer: int
+    start: int
+    size: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
+Read = Callable[[Attached], NDArray[Any]]
+"""Gives an attached tensor, once it is here."""
+Make = Callable[[Read], Iterable[Exhibit]]
+"""What is made of attached tensors in the background; it raises nothing."""
 Merge = Callable[[Table], Merged | None]
 """What all ranks saw, given what this one saw; None if that is not for this rank to know."""
 
@@ -84,6 +106,8 @@ class Pending:
     """The lowest of the ranks that worked on the same batch."""
     merge: Merge | None = None
     """Joins it with what other ranks saw; they wait for that."""
+    makers: Sequence[Make] = ()
+    """What makes the exhibits that go with it."""
 
     @property
     def nbytes(self) -> int:
@@ -94,7 +118,7 @@ class Pending:
         """What is left to do if its numbers are dropped."""
         if self.merge is None:
             return None
-        return replace(self, copies={}, calls=[], scalars={}, earlier={})
+        return replace(self, copies={}, calls=[], scalars={}, earlier={}, makers=())
 
     def frames(self) -> list[Frame]:
         """The step's frame, after what is only now known of earlier ones."""
@@ -120,9 +144,18 @@ class Pending:
     def _made(self, merged: Merged) -> list[Frame]:
         table = merged.table
         late = [self._scalar_frame(step, scalars) for step, scalars in table.earlier.items()]
-        if not table.sites:
-            return [*late, self._scalar_frame(self.step, table.scalars)] if table.scalars else late
-        return [*late, self._frame(merged)]
+        exhibits = self._exhibits()
+        if table.sites:
+            return [*late, replace(self._frame(merged), exhibits=exhibits)]
+        if not table.scalars and not exhibits:
+            return late
+        return [*late, replace(self._scalar_frame(self.step, table.scalars), exhibits=exhibits)]
+
+    def _exhibits(self) -> tuple[Exhibit, ...]:
+        def read(what: Attached) -> NDArray[Any]:
+            return self.copies[what.buffer].attached(what)
+
+        return tuple(exhibit for make in self.makers for exhibit in make(read))
 
     def _scalar_frame(self, step: int, scalars: dict[str, float]) -> Frame:
         nothing = np.zeros((0, 0), dtype=np.int64)

@@ -14,6 +14,7 @@ from tbhooks import compiled, select
 from tbhooks.frame import ROOT
 from tbhooks.functional import Functional
 from tbhooks.hooks import EnterHook, ForwardHook, InputHook, LeaveHook, Told
+from tbhooks.onlookers import Onlookers
 from tbhooks.report import Report
 
 _OF_MODULES = ("activation", "gradient", "input")
@@ -24,7 +25,7 @@ class Placement:
 
     def __init__(
         self, told: Told, model: weakref.ref[nn.Module], selector: select.Selector, wanted: frozenset[str],
-        functional: Functional | None, report: Report,
+        functional: Functional | None, onlookers: Onlookers, report: Report,
     ) -> None:  # fmt: skip
         self.hooks: dict[str, ForwardHook] = {}
         """By path; kept when they are taken off."""
@@ -35,6 +36,7 @@ class Placement:
         self._selector = selector
         self._wanted = wanted
         self._functional = functional
+        self._onlookers = onlookers
         self._report = report
         self._are_on = False
         self._handles: list[RemovableHandle] = []
@@ -67,6 +69,9 @@ class Placement:
             hooks[path] = (
                 self.hooks[path] if known else ForwardHook(self._told, path, module, self._wanted, path in chosen)
             )
+            if self._onlookers:
+                hooks[path].shows_outputs = self._onlookers.wants(path, module)
+                hooks[path].shows_inputs = self._onlookers.wants_inputs(path, module)
             self._handles += self._register(hooks[path], module)
         self.hooks = hooks
         self._are_on = bool(hooks)
@@ -74,6 +79,12 @@ class Placement:
             self._give_tickets()
         if self._functional is not None:
             self._functional.listens = True
+
+    def put_on_anew(self) -> None:
+        """Somebody has begun to look on."""
+        if self._are_on:
+            self.take_off()
+            self.put_on()
 
     def take_off(self) -> None:
         """Leaves no hook on any module."""
@@ -121,7 +132,12 @@ class Placement:
             chosen = {} if self._wanted.isdisjoint(_OF_MODULES) else self._selector.choose(modules)
             if "weight_gradient" in self._wanted:  # the end of the model's backward is when they are read
                 chosen = {ROOT: modules[ROOT], **chosen}
+            if self._onlookers:
+                chosen |= {path: module for path, module in modules.items() if self._is_shown(path, module)}
         return {path: module for path, module in chosen.items() if self._can_be_hooked(path, module)}
+
+    def _is_shown(self, path: str, module: nn.Module) -> bool:
+        return self._onlookers.wants(path, module) or self._onlookers.wants_inputs(path, module)
 
     def _can_be_hooked(self, path: str, module: nn.Module) -> bool:
         if isinstance(module, torch.jit.ScriptModule):
@@ -130,12 +146,12 @@ class Placement:
         return type(module).forward is not nn.Module.forward  # ModuleList and its like are never called
 
     def _register(self, hook: ForwardHook, module: nn.Module) -> Iterator[RemovableHandle]:
-        if hook.reads_inputs:
+        if hook.reads_inputs or hook.shows_inputs:
             yield module.register_forward_pre_hook(InputHook(hook), with_kwargs=True)
         if self._functional is not None:
             yield module.register_forward_pre_hook(EnterHook(self._functional, hook))
         compiled.stays_uncompiled(type(module).forward)
-        if hook.reads or hook.ends_backward:
+        if hook.reads or hook.ends_backward or hook.shows_outputs:
             # What register_forward_hook does, without a handle.
             module._forward_hooks[self._key] = hook
         if self._functional is not None:

@@ -16,25 +16,19 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from tbhooks import compiled, outputs, select, shards
-from tbhooks.autograd import NO_BACKWARD, at_end_of_backward, backward_pass, in_backward, unrecorded
+from tbhooks.autograd import NO_BACKWARD, at_end_of_backward, backward_pass, capture_check, in_backward, unrecorded
 from tbhooks.buffer import NO_SITE, Recorder
 from tbhooks.compiled import Gate, runs_as_python
 from tbhooks.frame import Site
 from tbhooks.functional import Functional
 from tbhooks.hooks import ForwardHook, GradientHook, RootHook, ScaledLossHook, is_hooked
-from tbhooks.pending import Span
+from tbhooks.onlookers import Onlooker, Onlookers
 from tbhooks.placement import Placement, hook_root, hook_tensor
+from tbhooks.reducing import note_readable, reduce_and_note, reduced
 from tbhooks.report import Report
-from tbhooks.rows import describe, has_no_data, is_ordinary
+from tbhooks.rows import has_no_data
 from tbhooks.seen import Seen
-from tbhooks.units import Units
-
-# Operations whose units can be dead, as the functional kind names them.
-RECTIFIED = (":relu", ":relu6")
-
-
-def _never() -> bool:
-    return False
+from tbhooks.units import RECTIFIED, Units
 
 
 class Probe:
@@ -57,11 +51,13 @@ class Probe:
         self.number = recorder.number
         self._report = report
         self._functional = Functional(self._saw_functional, report) if recorder.wants("functional") else None
-        self.placement = Placement(self, self._model, selector, recorder.kinds, self._functional, report)
+        self.onlookers = Onlookers(report)
+        self.placement = Placement(
+            self, self._model, selector, recorder.kinds, self._functional, self.onlookers, report
+        )
         self.units = Units()
         self._lock = threading.RLock()
-        # What runs into a CUDA graph has no numbers yet, and would be run again with every replay.
-        self._is_captured = torch.cuda.is_current_stream_capturing if torch.cuda.is_available() else _never
+        self._is_captured = capture_check()
         self._trained = False
         self._read_evaluation = False
 
@@ -83,8 +79,16 @@ class Probe:
     def begin(self, attach: bool) -> None:
         """Opens a logged step and puts the hooks on."""
         self.seen = Seen()
+        self.onlookers.begin()
         if attach:
             self.attach()
+
+    def look_on(self, onlooker: Onlooker) -> None:
+        """Somebody more looks on, from the open step on if there is one."""
+        self.onlookers.add(onlooker)
+        if self.seen is not None:
+            onlooker.begin()
+        self.placement.put_on_anew()
 
     def end(self, keep_hooks: bool) -> None:
         """Closes a step that ran to its end, and reports what it should have shown and did not."""
@@ -101,8 +105,12 @@ class Probe:
         """Forgets what the open step has seen: it did not happen."""
         if self.seen is not None:
             self._close()
-            self.seen = Seen()
-            self._recorder.restart()
+            self._open_anew()
+
+    def _open_anew(self) -> None:
+        self.seen = Seen()
+        self.onlookers.begin()
+        self._recorder.restart()
 
     def abandon(self) -> None:
         """Closes a step that was cut short, and leaves no hook behind."""
@@ -113,6 +121,7 @@ class Probe:
 
     def _close(self) -> None:
         self.units.forget()
+        self.onlookers.forget()
         if self.seen is not None:
             self.seen.drop()
             self.seen = None
@@ -172,7 +181,7 @@ class Probe:
         found = outputs.tensors(output)
         if recorder is self.evaluation:
             for index, tensor in found if hook.reads_outputs else ():
-                self._record(recorder, recorder.number(Site(hook.path, "activation", index)), tensor)
+                reduce_and_note(recorder, recorder.number(Site(hook.path, "activation", index)), tensor, self._report)
             return
         assert self.seen is not None
         self.seen.called.add(hook.path)
@@ -193,7 +202,11 @@ class Probe:
                 self._note_called(recorder, hook)
                 with unrecorded():
                     for index, tensor in outputs.inputs(args, kwargs):
-                        self._record(recorder, recorder.number(Site(hook.path, "input", index)), tensor)
+                        if hook.reads_inputs:
+                            site = recorder.number(Site(hook.path, "input", index))
+                            reduce_and_note(recorder, site, tensor, self._report)
+                        if hook.shows_inputs and recorder is self._recorder:
+                            self._show(hook.path, "input", index, tensor)
 
     def saw_call(self, hook: ForwardHook) -> None:
         with self._report.guarded(f"call of {hook.path}"):
@@ -211,7 +224,9 @@ class Probe:
             return
         recorder = self._destination()
         if recorder is not None and not recorder.overflowed:
-            self._record(recorder, recorder.number(Site(path, "functional", index)), tensor)
+            reduce_and_note(recorder, recorder.number(Site(path, "functional", index)), tensor, self._report)
+            if hook.shows_outputs and recorder is self._recorder:
+                self._show(path, "functional", index, tensor)
             if path.endswith(RECTIFIED) and recorder is not self.evaluation:
                 self.units.see(f"functional/{path}{index}", tensor)
 
@@ -260,7 +275,9 @@ class Probe:
             if recorder is None or recorder.overflowed or in_backward():
                 return
             self._report.hooks_fired += 1
-            self._record(recorder, self._site_in_graph(recorder, hook, kind, index), tensor)
+            reduce_and_note(recorder, self._site_in_graph(recorder, hook, kind, index), tensor, self._report)
+            if recorder is self._recorder and (hook.shows_inputs if kind == "input" else hook.shows_outputs):
+                self._show(hook.path, kind, index, tensor)
             if recorder is not self.evaluation and self.seen is not None and kind == "activation":
                 self.seen.called.add(hook.path)
                 if hook.has_units:
@@ -306,9 +323,8 @@ class Probe:
             return None
         if model.training and self._read_evaluation:
             # What was read before the first training pass is not of its step.
-            self.seen = Seen()
             self.units.forget()
-            self._recorder.restart()
+            self._open_anew()
         self._read_evaluation = not model.training
         if self.seen.backward != NO_BACKWARD and not in_backward():  # that one raised, and never called back
             self.seen.backward, self.seen.scale = NO_BACKWARD, None
@@ -327,12 +343,11 @@ class Probe:
             if span is not None:
                 self._recorder.share(activation, span)
             else:
-                span = self._reduced(self._recorder, activation, tensor)
+                span = reduced(self._recorder, activation, tensor)
             if span is None or self._report.unseen:
-                self._note_readable(hook.path + index, tensor, span is not None)
-            local = shards.here(tensor) if hook.has_units else None
-            if local is not None:
-                self.units.see(f"activation/{hook.path}{index}", local)
+                note_readable(self._report, hook.path + index, tensor, span is not None)
+        if (hook.has_units or hook.shows_outputs) and not recomputed:
+            self._look_closer(hook, index, tensor)
         if hidden and gradient != NO_SITE:
             gradient = NO_SITE
             self._report.cannot_see(f"gradient/{hook.path}{index}", compiled.GRADIENTS_INSIDE)
@@ -345,24 +360,18 @@ class Probe:
                 placed.sites.append(gradient)
         seen.remember(tensor, span, placed)
 
-    def _record(self, recorder: Recorder, site: int, tensor: Tensor) -> None:
-        if site != NO_SITE and not has_no_data(tensor):
-            readable = self._reduced(recorder, site, tensor) is not None
-            self._note_readable(str(recorder.sites[site]), tensor, readable)
+    def _look_closer(self, hook: ForwardHook, index: str, tensor: Tensor) -> None:
+        local = shards.here(tensor) if hook.has_units and hook.reads_outputs else None
+        if local is not None:
+            self.units.see(f"activation/{hook.path}{index}", local)
+        if hook.shows_outputs:
+            self._show(hook.path, "activation", index, tensor)
 
-    def _reduced(self, recorder: Recorder, site: int, tensor: Tensor) -> Span | None:
-        try:
-            return recorder.record(site, tensor)
-        except (RuntimeError, TypeError, NotImplementedError):
-            if is_ordinary(tensor):
-                raise
-            return None  # a type that does not do what tensors do
-
-    def _note_readable(self, name: str, tensor: Tensor, readable: bool) -> None:
-        if not readable:
-            self._report.cannot_see(name, f"{describe(tensor)}: only real numbers have statistics")
-        elif self._report.unseen:
-            self._report.sees(name)
+    def _show(self, path: str, kind: str, index: str, tensor: Tensor) -> None:
+        """To those who look on: what of it is on this rank."""
+        local = shards.here(tensor)
+        if local is not None and not has_no_data(local):
+            self.onlookers.saw(path, kind, index, local)
 
     def _place(self, seen: Seen, tensor: Tensor) -> GradientHook:
         hook = GradientHook(self, seen, tensor._is_view())

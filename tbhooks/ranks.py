@@ -13,18 +13,20 @@ import time
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import wrapt
-from torch import distributed
+from torch import distributed, nn
 
 from tbhooks import agreement, exchange, shards
 from tbhooks.errors import ArgumentError
 from tbhooks.exchange import Merged, Reader, Table, Writer
+from tbhooks.pending import Pending
 from tbhooks.report import Report
 
 LOCAL, MERGE = WAYS = ("local", "merge")
@@ -59,6 +61,13 @@ class Place:
     def has_missed_the_others(self) -> bool:
         """Whether it was to be merged, and there was nobody to merge with yet."""
         return self.wants_team and self.team is None and shards.are_several()
+
+    def shared(self, pending: Pending, model: nn.Module | None, report: Report) -> Pending:
+        """A step as it goes to the pump: with what joins it with those of other ranks, if there are any."""
+        if self.team is None:
+            return pending
+        group = self.rank if model is None else shards.batch_group(model, self.rank)
+        return replace(pending, group=group, merge=partial(self.team.merge, report=report))
 
 
 def this_rank() -> int:

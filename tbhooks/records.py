@@ -11,13 +11,19 @@ from torch import Tensor
 
 from tbhooks import buckets, stats
 from tbhooks.kernel import NOWHERE, Address
-from tbhooks.pending import Copy
+from tbhooks.pending import Attached, Copy
 from tbhooks.unfinished import Unfinished
 
 # A step that never ends must not eat the device: past this many bytes of records, calls go unseen.
 MOST_BYTES = 256 << 20
 
 FEWEST = 64
+
+IN_NUMPY = {
+    torch.float64: "f8", torch.float32: "f4", torch.float16: "f2", torch.int64: "i8", torch.int32: "i4",
+    torch.int16: "i2", torch.int8: "i1", torch.uint8: "u1", torch.bool: "?",
+}  # fmt: skip
+"""What attached tensors may be as they are; others become float32."""
 
 
 class Buffer:
@@ -43,6 +49,7 @@ class Buffer:
         self.used = 0
         self.overflowed = False
         self.unfinished = Unfinished(device)
+        self._attached: list[Tensor] = []
         self._grow(max(capacity, FEWEST))
 
     def take(self) -> int | None:
@@ -71,17 +78,33 @@ class Buffer:
         row = self._address + record * self.record_bytes
         return row, row + self.row_bytes if self.with_buckets else NOWHERE
 
-    def pack(self) -> tuple[Tensor, int]:
-        """All used records as one tensor on the device, and how many bytes of parts lie behind them."""
+    def attach(self, number: int, tensor: Tensor) -> Attached:
+        """Has a tensor ride along as it is now; `number` is the buffer's own."""
+        self.unfinished.note_stream()
+        with torch.inference_mode(False), torch.no_grad():
+            readable = tensor.detach() if tensor.dtype in IN_NUMPY else tensor.detach().float()
+            content = readable.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+        start = sum(len(earlier) for earlier in self._attached)
+        self._attached.append(content)
+        return Attached(number, start, len(content), IN_NUMPY[readable.dtype], tuple(tensor.shape))
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.used and not self._attached
+
+    def pack(self) -> tuple[Tensor, int, int]:
+        """All used records as one tensor on the device, and how many bytes of parts and of tensors lie behind them."""
         self.unfinished.wait_for_streams()
         left, packed = self.used, []
         for chunk in self._chunks:
             packed.append(chunk[: min(left, len(chunk))])
             left = max(0, left - len(chunk))
         parts = self.unfinished.packed()
-        if parts is not None:
-            return torch.cat([*(chunk.view(-1) for chunk in packed), parts]), len(parts)
-        return (packed[0] if len(packed) == 1 else torch.cat(packed)), 0
+        if parts is None and not self._attached:
+            return (packed[0] if len(packed) == 1 else torch.cat(packed)), 0, 0
+        behind = [*([] if parts is None else [parts]), *self._attached]
+        sizes = (0 if parts is None else len(parts)), sum(map(len, self._attached))
+        return torch.cat([*(chunk.view(-1) for chunk in packed), *behind]), *sizes
 
     def reset(self) -> None:
         """Makes all records fresh, in one chunk that fits what the last step needed."""
@@ -93,6 +116,7 @@ class Buffer:
             self._chunks[0][: self.used].zero_()
         self.used, self.overflowed = 0, False
         self.unfinished.forget()
+        self._attached = []
 
     def _grow(self, records: int) -> None:
         with torch.inference_mode(False):
@@ -114,11 +138,12 @@ class Buffer:
 
 def copy_out(buffer: Buffer) -> Copy:
     """Starts moving all its records, and says where they will be."""
-    packed, part_bytes = buffer.pack()
+    packed, part_bytes, attached_bytes = buffer.pack()
     cuda = buffer.device.type == "cuda"
     host = torch.empty(packed.shape, dtype=packed.dtype, device="cpu", pin_memory=cuda)
     host.copy_(packed, non_blocking=cuda)
     event = torch.cuda.Event() if cuda else None  # type: ignore[no-untyped-call]
     if event is not None:
         event.record(torch.cuda.current_stream(buffer.device))
-    return Copy(host, buffer.row_type, event, buffer.unfinished.blocks, buffer.record_bytes, part_bytes)
+    blocks = buffer.unfinished.blocks
+    return Copy(host, buffer.row_type, event, blocks, buffer.record_bytes, part_bytes, attached_bytes)

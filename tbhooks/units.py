@@ -16,6 +16,8 @@ from tbhooks.buffer import Recorder
 
 # Their outputs are never negative, so that the largest value tells whether there was any.
 RECTIFIERS = (nn.ReLU, nn.ReLU6)
+# The same operations as the functional kind names them.
+RECTIFIED = (":relu", ":relu6")
 # A healthy unit is silent for half of the samples: with this many, silence has a reason.
 FEWEST_SAMPLES = 32
 DEAD_FRACTION = "dead_fraction"

@@ -29,6 +29,7 @@ CAPTURE = {
     "copies",
     "loop",
     "norms",
+    "onlookers",
     "outputs",
     "attention",
     "autograd",
@@ -37,6 +38,7 @@ CAPTURE = {
     "functional",
     "hooks",
     "placement",
+    "reducing",
     "replay",
     "scaling",
     "schedule",
@@ -52,6 +54,7 @@ CAPTURE = {
     "shards",
 }
 WITHOUT_TORCH = {
+    "exhibits",
     "stats",
     "frame",
     "errors",

@@ -12,10 +12,11 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from tensorboard.compat.proto import summary_pb2, tensor_pb2, tensor_shape_pb2, types_pb2
+from tensorboard.compat.proto import summary_pb2
 
 from tbhooks.frame import Finding, Site
 from tbhooks.plain import number, plain
+from tbhooks.sinks.texts import metadata, strings
 
 DATA_TAG = "tbhooks/findings"
 TEXT_TAG = "tbhooks/findings/text_summary"
@@ -32,13 +33,13 @@ class FindingWriter:
     def add(self, findings: Sequence[Finding], summary: summary_pb2.Summary) -> None:
         if not findings:
             return
-        summary.value.add(tag=DATA_TAG, tensor=_strings([encode(findings)]), metadata=_metadata("tbhooks"))
+        summary.value.add(tag=DATA_TAG, tensor=strings([encode(findings)]), metadata=metadata("tbhooks"))
         new = {(finding.rule, finding.site): finding for finding in reversed(findings)}
         fresh = [finding for key, finding in reversed(new.items()) if key not in self._told]
         self._told.update(new)
         if fresh:
             text = "\n\n".join(map(markdown, fresh)).encode(errors="replace")
-            summary.value.add(tag=TEXT_TAG, tensor=_strings([text]), metadata=_metadata("text"))
+            summary.value.add(tag=TEXT_TAG, tensor=strings([text]), metadata=metadata("text"))
 
 
 def markdown(finding: Finding) -> str:
@@ -74,15 +75,3 @@ def _finding(data: Any) -> Finding:
     if finding.severity not in ("info", "warning", "error"):
         raise TypeError(f"severity {finding.severity!r}")
     return finding
-
-
-def _strings(contents: list[bytes]) -> tensor_pb2.TensorProto:
-    shape = tensor_shape_pb2.TensorShapeProto(dim=[tensor_shape_pb2.TensorShapeProto.Dim(size=len(contents))])
-    return tensor_pb2.TensorProto(dtype=types_pb2.DT_STRING, tensor_shape=shape, string_val=contents)
-
-
-def _metadata(plugin: str) -> summary_pb2.SummaryMetadata:
-    return summary_pb2.SummaryMetadata(
-        plugin_data=summary_pb2.SummaryMetadata.PluginData(plugin_name=plugin),
-        data_class=summary_pb2.DATA_CLASS_TENSOR,
-    )

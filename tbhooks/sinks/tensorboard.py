@@ -17,7 +17,7 @@ from tensorboard.summary.writer import record_writer
 
 from tbhooks.errors import TbhooksError
 from tbhooks.frame import Frame, Site
-from tbhooks.sinks import wire
+from tbhooks.sinks import exhibits, wire
 from tbhooks.sinks.crc import use_fast_crc
 from tbhooks.sinks.findings import FindingWriter
 from tbhooks.sinks.histograms import SiteHistograms
@@ -109,6 +109,9 @@ class TensorBoardSink:
         plan, rest = self._plans[frame.sites], summary_pb2.Summary()
         plan.add_tensors(frame, rest)
         self._findings.add(frame.findings, rest)
+        if frame.exhibits:
+            run = exhibits.Run(self.destination, frame.time, frame.step, self._send)
+            exhibits.write(frame.exhibits, rest, run)
         logged = self._templates[tuple(frame.scalars)].filled(np.array(list(frame.scalars.values()), dtype=np.float64))
         parts = (logged, plan.scalars.encoded(frame), plan.histograms.encoded(frame), rest.SerializeToString())
         return b"".join(parts)

@@ -1,0 +1,66 @@
+"""What can be asked of a watch besides its numbers. Each call chains, and is off unless it is made.
+
+The watch is the only one who has these methods; they are here for the length of its file.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+
+from tbhooks import stats
+from tbhooks.exhibits import Exhibit
+from tbhooks.frame import Frame
+from tbhooks.loop import Loop
+from tbhooks.onlookers import Onlooker
+from tbhooks.pump import Pump
+from tbhooks.ranks import Place
+from tbhooks.report import Report
+
+
+class Asking:
+    """The part of a watch that takes wishes."""
+
+    _loop: Loop
+    _pump: Pump
+    _place: Place
+    _report: Report
+    _idle: bool
+
+    def _check_usable(self) -> None:
+        raise NotImplementedError
+
+    def _let_look_on(self, onlooker: Onlooker) -> Self:
+        """It looks at logged steps from now on; on the first rank, which writes."""
+        self._check_usable()
+        if not self._idle and self._place.rank == 0:
+            with self._report.guarded(type(onlooker).__name__):
+                self._loop.probe.look_on(onlooker)
+        return self
+
+    def _show(self, exhibits: Sequence[Exhibit], step: int = 0) -> Self:
+        """Writes what is known already, without waiting for a logged step."""
+        self._check_usable()
+        if not self._idle and self._place.rank == 0:
+            self._pump.submit(Shown(tuple(exhibits), step))
+        return self
+
+
+@dataclass(frozen=True)
+class Shown:
+    """Exhibits of no step in particular, as the pump takes them."""
+
+    exhibits: tuple[Exhibit, ...]
+    step: int
+    nbytes: int = 0
+
+    def without_numbers(self) -> None:
+        """Nothing is left if they are dropped."""
+
+    def frames(self) -> list[Frame]:
+        nothing = np.zeros((0, 0), dtype=np.int64)
+        return [Frame(self.step, time.time(), 0, (), stats.empty_rows(0), nothing, exhibits=self.exhibits)]

@@ -1,0 +1,102 @@
+"""Who looks on while logged steps run, besides the statistics: one file each. Asked for by a call on the watch.
+
+An onlooker looks at tensors in the training thread, without waiting for the device; what it wants to show rides
+in the step's one copy and is made in the background. Where nobody looks on, nothing is done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from tbhooks.buffer import Recorder
+from tbhooks.exhibits import Exhibit
+from tbhooks.pending import Make, Read
+from tbhooks.report import Report
+
+
+class Onlooker(Protocol):
+    """Looks at what runs in logged steps. What it raises ends its looking, and nothing else."""
+
+    def wants(self, path: str, module: nn.Module) -> bool:
+        """Whether the outputs of this module are to be shown to it."""
+
+    def wants_inputs(self, path: str, module: nn.Module) -> bool:
+        """Whether its inputs are."""
+
+    def begin(self) -> None:
+        """A logged step begins, or begins anew: what was seen before is not of it."""
+
+    def saw(self, path: str, kind: str, index: str, tensor: Tensor) -> None:
+        """A tensor it wanted, of kind "activation", "input" or "functional", as it is now. Not to be kept."""
+
+    def end(self, recorder: Recorder) -> None:
+        """The step has ended: what is to be shown of it goes into the recorder."""
+
+    def forget(self) -> None:
+        """The step did not happen, or is given up."""
+
+
+class Onlookers:
+    """All of one watch; each is kept from harming training and the others."""
+
+    def __init__(self, report: Report) -> None:
+        self._report = report
+        self._all: tuple[Onlooker, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self._all)
+
+    def add(self, onlooker: Onlooker) -> None:
+        self._all = (*self._all, onlooker)
+
+    def wants(self, path: str, module: nn.Module) -> bool:
+        return any(onlooker.wants(path, module) for onlooker in self._all)
+
+    def wants_inputs(self, path: str, module: nn.Module) -> bool:
+        return any(onlooker.wants_inputs(path, module) for onlooker in self._all)
+
+    def begin(self) -> None:
+        for onlooker in self._all:
+            with self._guarded(onlooker):
+                onlooker.begin()
+
+    def saw(self, path: str, kind: str, index: str, tensor: Tensor) -> None:
+        for onlooker in self._all:
+            with self._guarded(onlooker):
+                onlooker.saw(path, kind, index, tensor)
+
+    def end(self, recorder: Recorder) -> None:
+        for onlooker in self._all:
+            with self._guarded(onlooker):
+                onlooker.end(recorder)
+
+    def forget(self) -> None:
+        for onlooker in self._all:
+            with self._guarded(onlooker):
+                onlooker.forget()
+
+    @contextlib.contextmanager
+    def _guarded(self, onlooker: Onlooker) -> Iterator[None]:
+        """One that failed is not asked again."""
+        try:
+            yield
+        except Exception as problem:
+            self._all = tuple(other for other in self._all if other is not onlooker)
+            self._report.error(type(onlooker).__name__, problem)
+
+
+def guarded(make: Make, report: Report, where: str) -> Make:
+    """In the background: an exhibit that cannot be made must not cost the frame it goes with."""
+
+    def made(read: Read) -> Iterable[Exhibit]:
+        try:
+            return tuple(make(read))
+        except Exception as problem:
+            report.error(where, problem)
+            return ()
+
+    return made

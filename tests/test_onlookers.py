@@ -1,0 +1,218 @@
+"""Those who look on: shown what they want, in the one copy of the step, and unable to harm anybody."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tbhooks
+from tbhooks.buffer import Recorder
+from tbhooks.exhibits import Exhibit, Text
+from tbhooks.pending import Read
+from tests import simulated, zoo
+from tests.test_device import plain_loop
+
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
+
+
+class Looker:
+    """Keeps what it is shown, as the host gets it."""
+
+    def __init__(self, *paths: str, inputs: str = "", fails_at: str = "") -> None:
+        self.paths, self.inputs, self.fails_at = paths, inputs, fails_at
+        self.steps: list[list[tuple[str, str, np.ndarray[Any, Any]]]] = []
+        self._attached: list[Any] = []
+        self._now: list[Any] = []
+
+    def wants(self, path: str, module: nn.Module) -> bool:
+        return path in self.paths
+
+    def wants_inputs(self, path: str, module: nn.Module) -> bool:
+        return path == self.inputs
+
+    def begin(self) -> None:
+        self._now = []
+
+    def saw(self, path: str, kind: str, index: str, tensor: Tensor) -> None:
+        if self.fails_at == "saw":
+            raise RuntimeError("cannot look")
+        self._now.append((kind, path + index, tensor.detach().clone()))
+
+    def end(self, recorder: Recorder) -> None:
+        riding = [(kind, name, recorder.attach(tensor)) for kind, name, tensor in self._now]
+
+        def make(read: Read) -> Iterable[Exhibit]:
+            self.steps.append([(kind, name, read(attached)) for kind, name, attached in riding])
+            return [Text("seen", str(len(riding)))]
+
+        recorder.exhibit(make)
+        self._now = []
+
+    def forget(self) -> None:
+        self._now = []
+
+
+def names(step: list[tuple[str, str, Any]]) -> list[str]:
+    return [f"{kind}/{name}" for kind, name, _ in step]
+
+
+def trained(case: zoo.Case, looker: Looker, steps: int = 3, **options: Any) -> tuple[tbhooks.Watch, tbhooks.MemorySink]:
+    kept = tbhooks.MemorySink()
+    made: list[tbhooks.Watch] = []
+
+    def before(model: nn.Module) -> None:
+        made.append(tbhooks.watch(model, kept, every=1, **options)._let_look_on(looker))
+
+    plain_loop(case, steps, before, lambda *_: None)
+    made[0].close()
+    return made[0], kept
+
+
+def test_an_onlooker_sees_the_modules_it_wants_from_the_first_step_on() -> None:
+    looker = Looker("0", "2")
+    _, kept = trained(zoo.ZOO["mlp"], looker)
+    assert [names(step) for step in looker.steps] == [["activation/0", "activation/2"]] * 3
+    assert [frame.exhibits[0] for frame in kept.frames if isinstance(frame.exhibits[0], Text)]
+
+
+def test_it_sees_modules_that_are_not_watched_and_the_inputs_of_the_model() -> None:
+    looker = Looker("0", inputs="(root)")
+    watching, kept = trained(zoo.ZOO["mlp"], looker, include="2")
+    assert [names(step) for step in looker.steps] == [["input/(root)", "activation/0"]] * 3
+    assert {site.path for site in kept.frames[0].sites if site.kind == "activation"} == {"2"}
+    assert not watching.stats.errors
+
+
+def test_what_it_sees_is_what_the_module_returned() -> None:
+    looker, outputs = Looker("0"), []
+    case = zoo.ZOO["mlp"]
+
+    def build() -> nn.Module:
+        model = case.build()
+        model[0].register_forward_hook(lambda _module, _args, output: outputs.append(output.detach().clone()))
+        return model
+
+    trained(zoo.Case(case.name, build, case.batch, case.loss, case.optimizer), looker)
+    assert len(outputs) == len(looker.steps) == 3
+    for step, output in zip(looker.steps, outputs, strict=True):
+        np.testing.assert_array_equal(step[0][2], output.numpy())
+
+
+def test_it_rides_in_the_one_copy_of_the_step() -> None:
+    looker = Looker("0", "2", inputs="(root)")
+    counts: list[int] = []
+    made: list[Any] = []
+
+    def before(model: nn.Module) -> None:
+        made.append((tbhooks.watch(model, every=2)._let_look_on(looker), model))
+
+    with simulated.Log() as record:
+        case = zoo.moved(zoo.ZOO["mlp"], simulated.to_device, simulated.put)
+        plain_loop(case, 5, before, lambda *_: counts.append(len(record.copies)))
+        assert record.syncs == 0
+    watching, _model = made[0]
+    watching.close()
+    assert counts == [1, 1, 2, 2, 3]
+    assert len(looker.steps) == 3
+    on_host = Looker("0", "2", inputs="(root)")
+    trained(zoo.ZOO["mlp"], on_host, steps=5)
+    for step, there in enumerate(looker.steps):
+        for (_, _, device), (_, _, host) in zip(there, on_host.steps[2 * step], strict=True):
+            np.testing.assert_array_equal(device, host)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("with_buckets", [False, True])
+def test_tensors_of_any_type_arrive_as_they_were(dtype: torch.dtype, with_buckets: bool) -> None:
+    torch.manual_seed(0)
+    tensors = [(torch.randn(shape) * 3).to(dtype) for shape in ((3, 5), (), (0, 2), (7,))]
+    tensors.append(tensors[0].t())
+    recorder = Recorder(["activation"])
+    recorder.begin(with_buckets)
+    site = recorder.number(tbhooks.Site("x", "activation"))
+    recorder.record(site, torch.ones(3))
+    riding = [recorder.attach(tensor) for tensor in tensors]
+    before = [tensor.clone() for tensor in tensors]
+    tensors[0].zero_()  # what is changed later does not show
+    found: list[Any] = []
+    recorder.exhibit(lambda read: found.extend(map(read, riding)) or [])
+    (frame,) = recorder.pack(0, 0).frames()
+    assert frame["x", "activation"].mean == 1
+    for expected, got in zip(before, found, strict=True):
+        wide = expected.float() if dtype == torch.bfloat16 else expected
+        np.testing.assert_array_equal(got, wide.numpy())
+
+
+def test_a_step_with_exhibits_alone_is_written_and_not_kept_among_the_numbers() -> None:
+    kept = tbhooks.MemorySink()
+    model = nn.Linear(2, 1)
+    with tbhooks.watch(model, kept) as w:
+        w._show([Text("note", "hello")], step=7)
+        w.flush()
+        assert [(frame.step, frame.exhibits[0].tag) for frame in kept.frames] == [(7, "note")]
+        assert len(w.history) == 0
+
+
+def test_history_keeps_numbers_and_not_what_goes_along() -> None:
+    watching, kept = trained(zoo.ZOO["mlp"], Looker("0"))
+    assert all(frame.exhibits for frame in kept.frames)
+    assert not any(frame.exhibits for frame in watching.history)
+
+
+def test_one_that_fails_is_told_once_and_harms_nobody() -> None:
+    bad, good = Looker("0", fails_at="saw"), Looker("0")
+    kept = tbhooks.MemorySink()
+    made: list[tbhooks.Watch] = []
+
+    def before(model: nn.Module) -> None:
+        made.append(tbhooks.watch(model, kept, every=1)._let_look_on(bad)._let_look_on(good))
+
+    plain_loop(zoo.ZOO["mlp"], 3, before, lambda *_: None)
+    made[0].close()
+    assert made[0].stats.errors == 1
+    assert [message for message in made[0].stats.messages if "Looker: RuntimeError: cannot look" in message]
+    assert len(good.steps) == len(kept.frames) == 3
+
+
+def test_checkpointed_blocks_are_shown_once() -> None:
+    case = zoo.ZOO["checkpointed"]
+    paths = [path for path, _ in case.build().named_modules() if path]
+    looker = Looker(*paths)
+    trained(case, looker, steps=1)
+    assert len(names(looker.steps[0])) == len(set(names(looker.steps[0])))
+
+
+def test_compiled_modules_are_shown_too() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    looker = Looker("0", "1", inputs="0")
+    w = tbhooks.watch(model, every=1)._let_look_on(looker)
+    called = torch.compile(model, backend="aot_eager", fullgraph=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        called(torch.ones(3, 4)).sum().backward()
+        optimizer.step()
+    w.close()
+    assert [sorted(names(step)) for step in looker.steps] == [["activation/0", "activation/1", "input/0"]] * 2
+    np.testing.assert_array_equal(looker.steps[0][-1][2] >= 0, True)
+
+
+def test_training_is_the_same_to_the_bit_and_the_graph_has_as_many_nodes() -> None:
+    case = zoo.ZOO["cnn"]
+    bare = zoo.train(case, 3)
+    looker = Looker(*[path for path, _ in case.build().named_modules()], inputs="(root)")
+    made: list[tbhooks.Watch] = []
+
+    def before(model: nn.Module) -> nn.Module:
+        made.append(tbhooks.watch(model, every=1)._let_look_on(looker))
+        return model
+
+    seen = zoo.train(case, 3, before=before)
+    made[0].close()
+    assert seen == bare
+    assert looker.steps
