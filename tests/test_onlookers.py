@@ -179,6 +179,14 @@ def test_one_that_fails_is_told_once_and_harms_nobody() -> None:
     assert len(good.steps) == len(kept.frames) == 3
 
 
+def test_the_one_pass_of_a_model_that_is_not_trained_is_shown_at_the_end() -> None:
+    looker = Looker("0")
+    model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
+    with tbhooks.watch(model)._let_look_on(looker):
+        model(torch.ones(1, 2))
+    assert [names(step) for step in looker.steps] == [["activation/0"]]
+
+
 def test_checkpointed_blocks_are_shown_once() -> None:
     case = zoo.ZOO["checkpointed"]
     paths = [path for path, _ in case.build().named_modules() if path]
