@@ -158,7 +158,8 @@ def test_the_quickstart_shows_its_table_and_its_live_view(lab: Lab, browser: Any
     assert not page.locator('.jp-RenderedText[data-mime-type="application/vnd.jupyter.error"]').count()
     table = page.locator(".tbhooks table").first
     table.scroll_into_view_if_needed()
-    assert "BatchNorm2d" in table.inner_text()
+    # What was out of sight is drawn when it comes into it.
+    wait_for(lambda: "BatchNorm2d" in table.inner_text(), "the table of the first cell")
     page.screenshot(path=screenshots / "jupyter-quickstart-table.png")
     page.locator(f"{LIVE} .stage").scroll_into_view_if_needed()
     assert page.locator(f"{LIVE} .headline").inner_text().startswith("step 140")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.browser.conftest import BAD_SINCE, HOSTILE, MODULES, Pages, level
+from tests.browser.conftest import BAD_SINCE, HOSTILE, MODULES, Pages, level, wait_for
 from tests.browser.tab import FIRST, alone, in_tensorboard, parameters, shown
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -59,12 +59,11 @@ def test_hovering_says_what_was_not_seen_what_is_not_finite_and_what_is_a_median
 def test_choosing_kind_and_stat_changes_the_numbers(pages: Pages) -> None:
     tab = alone(pages, FIRST)
     tab.choose("Stat", "mean")
-    told = tab.hover(0, 100)
-    assert shown(level("first", 0, 100) * math.cos(100 / 60)) in told
+    number = shown(level("first", 0, 100) * math.cos(100 / 60))
+    wait_for(lambda: number in tab.hover(0, 100), "the mean")
     tab.choose("Kind", "weight")
     expect(tab.frame.get_by_label("Kind", exact=True)).to_have_value("weight")
-    tab.settle()
-    assert "weight" in tab.hover(1, 100)
+    wait_for(lambda: "weight" in tab.hover(1, 100), "the weights")
     assert tab.state()["kind"] == "weight"
 
 
