@@ -250,6 +250,10 @@ class Watch:
         """So many steps were made before, and count for `every`; the first one from here is logged in any case."""
         self._loop.clock.count = step
 
+    def _forget_open_step(self) -> None:
+        """What was seen since the last step ended is of none."""
+        self._loop.abandon()
+
     @property
     def _optimizer_steps(self) -> int:
         return self._loop.clock.optimizer_steps

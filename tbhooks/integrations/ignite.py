@@ -35,7 +35,7 @@ def attach(trainer: Any, model: nn.Module, writer: Any = None, every: int = 100,
             raise problem
 
     for event, handler in (
-        (Events.STARTED, start), (Events.ITERATION_COMPLETED, end_step), (Events.COMPLETED, trainings.close),
+        (Events.STARTED, start), (Events.ITERATION_COMPLETED, end_step), (Events.COMPLETED, trainings.finish),
         (Events.EXCEPTION_RAISED, stop),
     ):  # fmt: skip
         trainer.add_event_handler(event, handler)

@@ -68,7 +68,7 @@ class WatchCallback(_Callback):  # type: ignore[misc]
         self._trainings.close()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        self._trainings.close()
+        self._trainings.finish()
 
 
 _WRITERS: dict[str, Callable[[Any], Any]] = {

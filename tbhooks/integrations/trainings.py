@@ -53,8 +53,14 @@ class Trainings:
         if self.watch is not None and not self.is_over:
             self.watch.step(label)
 
+    def finish(self) -> None:
+        """At a training's regular end: what no step came of, such as evaluations, is none."""
+        if self.watch is not None and not self.is_over:
+            self.watch._forget_open_step()
+        self.close()
+
     def close(self) -> None:
-        """What was seen stays readable in `watch`."""
+        """At any end: what was seen is written, a step cut short too, and stays readable in `watch`."""
         if self.watch is not None:
             self.watch.close()
         self._optimizer_steps = 0

@@ -37,7 +37,7 @@ class WatchCallback(TrainerCallback):
         self._trainings.end_step(state.global_step - 1)  # the Trainer has counted it already
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._trainings.close()
+        self._trainings.finish()
 
 
 def _directory(args: Any, state: Any) -> Path:

@@ -110,6 +110,7 @@ class Rows:
             )
 
     def write_all(self) -> None:
+        self._look_at_user()
         while self._waiting:
             self._write_next()
 
