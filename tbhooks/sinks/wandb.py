@@ -7,7 +7,6 @@ waits until the user has moved on, or cannot mind.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -21,17 +20,20 @@ from tbhooks.sinks.uniform import histograms_of
 
 STEP = "tbhooks/step"
 FINDINGS = "tbhooks/findings"
-# How many frames wait for a row of their own; a user who has not logged by then logs with no step, or nothing.
-MOST_WAITING = 64
+# How many frames wait for a row of their own before every other one is left out.
+MOST_WAITING = 128
 
 
 class WandbSink:
-    """Writes to a run as `wandb.init()` gives it, or to the current one when given the module."""
+    """Writes to a run as `wandb.init()` gives it, or to the current one when given the module.
 
-    def __init__(self, run: Any, scalars: object = "core") -> None:
+    `alone` says that nobody else logs to it, so that no frame waits for anybody.
+    """
+
+    def __init__(self, run: Any, scalars: object = "core", *, alone: bool = False) -> None:
         self._table = scalar_table(scalars)
         self._run = _current(run)
-        self._rows = Rows(self._run)
+        self._rows = Rows(self._run, alone)
         self._told = Told()
         self._defined: set[str] = set()
         self._unhook: Callable[[], None] | None = None
@@ -84,15 +86,15 @@ class WandbSink:
 class Rows:
     """The rows of a run that the user writes to as well, and the frames that wait for one."""
 
-    def __init__(self, run: Any) -> None:
+    def __init__(self, run: Any, alone: bool) -> None:
         self._run = run
-        self._waiting: deque[tuple[int, dict[str, Any]]] = deque()
+        self._alone = alone
+        self._waiting: list[tuple[int, dict[str, Any]]] = []
         self._at: int = run.step
         self._ours = -1
         """The row that holds a frame of ours and is not over yet."""
         self._last_label = -1
-        self._is_free = bool(self._at > run.starting_step)
-        """Whether the user counts on no row, if none is asked for by its number."""
+        self._user_logs = bool(self._at > run.starting_step)
         self._counts_as_we_do = False
         """Whether the numbers the user asks for are those of training steps."""
 
@@ -103,36 +105,40 @@ class Rows:
         while self._waiting and self._may_write():
             self._write_next()
         if len(self._waiting) > MOST_WAITING:
-            lost, _ = self._waiting.popleft()
+            del self._waiting[1::2]
             raise TbhooksError(
-                f"step {lost} is not in the wandb run: you log to it with step=, less often than every=, and by "
-                "another count. Log without step= (define_metric gives an axis), or raise every="
+                "some steps are not in the wandb run: you log to it with step= by another count, or have not logged "
+                "yet, and theirs would be rows that yours may need. Log without step= (define_metric gives an axis), "
+                "raise every=, or say WandbSink(run, alone=True) if nobody else logs there"
             )
 
     def write_all(self) -> None:
-        self._look_at_user()
+        if self._waiting:
+            self._look_at_user()
         while self._waiting:
             self._write_next()
 
     def _look_at_user(self) -> None:
+        if getattr(self._run, "_is_finished", False):  # it would not answer
+            self._waiting.clear()
+            raise OSError("the wandb run was finished before the watch")
         at = self._run.step
         if at > self._at:
-            self._is_free = True
+            self._user_logs = True
             self._counts_as_we_do = at >= self._last_label
             self._at = at
 
     def _may_write(self) -> bool:
         if self._at > self._ours:
             return True
-        if not _sets_steps(self._run):
-            self._is_free = self._is_free or len(self._waiting) > MOST_WAITING
-            return self._is_free
+        if self._alone or not _sets_steps(self._run):
+            return self._alone or self._user_logs
         label, _ = self._waiting[0]
         return self._counts_as_we_do and bool(self._at < label)
 
     def _write_next(self) -> None:
         """Into the row the user is at; if that holds a frame already, it is over now."""
-        _, row = self._waiting.popleft()
+        _, row = self._waiting.pop(0)
         if self._at == self._ours:
             self._run.log({}, commit=True)
         self._run.log(row, commit=False)
