@@ -28,9 +28,7 @@ from tests.plainly import (
 
 
 def make_trainer(net: nn.Module) -> Engine:
-    return create_supervised_trainer(
-        net, make_optimizer(net), F.cross_entropy, gradient_accumulation_steps=ACCUMULATED
-    )
+    return create_supervised_trainer(net, make_optimizer(net), F.cross_entropy, gradient_accumulation_steps=ACCUMULATED)
 
 
 def test_accumulated_the_numbers_are_those_of_a_plain_loop_under_the_iterations_of_the_engine(tmp_path: Path) -> None:
