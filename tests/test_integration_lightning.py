@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from torch.nn import functional as F
 
 import tbhooks
 from tbhooks.integrations.lightning import WatchCallback
-from tests import zoo
+from tests import wandb_file, zoo
 from tests.frames import event_files, scalar_series, tags
 from tests.plainly import (
     ACCUMULATED,
@@ -203,6 +205,45 @@ def test_two_optimizers_make_one_step_labelled_as_the_trainer_counts(tmp_path: P
                 optimizer.step()
             watching.step()
     assert_same_numbers(sink.frames, plainly.frames)
+
+
+def test_loggers_of_wandb_and_tensorboard_both_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    loggers = [
+        lightning.pytorch.loggers.WandbLogger(offline=True, save_dir=tmp_path, project="tests"),
+        lightning.pytorch.loggers.TensorBoardLogger(tmp_path / "board"),
+    ]
+    fit(make_trainer(tmp_path, [WatchCallback(every=2, scalars=("std",))], logger=loggers), make_module())
+    loggers[0].experiment.finish()
+    (directory,) = {file.parent for file in event_files(tmp_path / "board")}
+    ours = [row for row in wandb_file.rows(tmp_path) if "activation.std/net.0" in row]
+    assert [row["tbhooks/step"] for row in ours] == [0, 2, 4]
+    series = scalar_series(directory, "activation.std/net.0")
+    assert [row["activation.std/net.0"] for row in ours] == pytest.approx(list(series.values()), rel=1e-6)
+    losses = {row["trainer/global_step"] for row in wandb_file.rows(tmp_path) if "loss" in row}
+    assert losses == set(range(STEPS))
+
+
+def run_alone(program: str) -> str:
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_class_is_of_the_package_that_is_imported() -> None:
+    program = (
+        "import sys, pytorch_lightning\nfrom tbhooks.integrations.lightning import WatchCallback\n"
+        "print(issubclass(WatchCallback, pytorch_lightning.Callback), 'lightning.pytorch' in sys.modules)"
+    )
+    assert run_alone(program) == "True False\n"
+
+
+def test_without_either_package_it_says_what_to_install() -> None:
+    program = (
+        "import sys\nsys.modules.update({'lightning': None, 'pytorch_lightning': None})\n"
+        "try:\n    import tbhooks.integrations.lightning\nexcept ImportError as problem:\n    print(problem)"
+    )
+    assert "pip install 'tbhooks[lightning]'" in run_alone(program)
 
 
 def test_a_wrong_option_is_told_at_once() -> None:

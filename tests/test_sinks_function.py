@@ -27,7 +27,7 @@ class Callable:
 
 def test_a_function_gets_every_frame_beside_other_writers(tmp_path: Path) -> None:
     model, seen, memory, callable_ = mlp(), [], tbhooks.MemorySink(), Callable()
-    writers = [seen.append, lambda frame: seen.append(frame), memory, tmp_path / "run", callable_,
+    writers = [seen.append, lambda frame: seen.extend([frame]), memory, tmp_path / "run", callable_,
                tbhooks.JsonlSink(tmp_path / "frames.jsonl"), partial(Callable.__call__, callable_)]  # fmt: skip
     with tbhooks.watch(model, writers, every=2) as watching:
         train(model, 5)

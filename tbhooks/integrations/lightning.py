@@ -18,7 +18,7 @@ _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
 
 def _callback_class() -> type:
-    imported = [name for name in _PACKAGES if name in sys.modules] or _installed()
+    imported = [name for name in _PACKAGES if sys.modules.get(name)] or _installed()
     if not imported:
         raise ImportError("tbhooks.integrations.lightning needs lightning: pip install 'tbhooks[lightning]'")
     return type("Callback", tuple(importlib.import_module(name).Callback for name in imported), {})
