@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 import pickle
 import subprocess
 import sys
@@ -19,11 +20,13 @@ from torch import nn
 from torch.nn import functional as F
 
 import tbhooks
+from tbhooks import runs
 from tbhooks.integrations.lightning import WatchCallback
 from tests import wandb_file, zoo
 from tests.frames import event_files, scalar_series, tags
 from tests.plainly import (
     ACCUMULATED,
+    BATCH,
     CLIP,
     STEPS,
     assert_same_frames,
@@ -244,6 +247,19 @@ def test_without_either_package_it_says_what_to_install() -> None:
         "try:\n    import tbhooks.integrations.lightning\nexcept ImportError as problem:\n    print(problem)"
     )
     assert "pip install 'tbhooks[lightning]'" in run_alone(program)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "seen_by"), [("local", 1), ("merge", 2)])
+def test_of_two_ranks_the_first_writes(ranks: str, seen_by: int, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.lightning_ranks", str(tmp_path), ranks]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    (file,) = event_files(tmp_path)
+    frames = runs.read(file.parent).training
+    assert [frame.step for frame in frames] == list(range(STEPS // 2))
+    assert frames[0]["net.0", "activation"].count == seen_by * ACCUMULATED * BATCH * 24
 
 
 def test_a_wrong_option_is_told_at_once() -> None:

@@ -117,6 +117,34 @@ def test_without_its_own_tensorboard_the_run_lies_where_the_environment_says(
     assert file.parent == tmp_path / "here" / "tbhooks"
 
 
+@pytest.mark.slow
+def test_a_gpt_on_text_trains_to_the_same_bits_and_shows_its_layers(tmp_path: Path) -> None:
+    from pydoc_data.topics import topics
+
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    text = torch.tensor(list("".join(topics.values()).encode()[: 32 * BATCH * ACCUMULATED * 3])).view(-1, 32)
+    ends = []
+    for callbacks in ([WatchCallback(every=1)], []):
+        torch.manual_seed(0)
+        model = GPT2LMHeadModel(GPT2Config(vocab_size=256, n_positions=32, n_embd=32, n_layer=2, n_head=2))
+        arguments = TrainingArguments(
+            str(tmp_path), per_device_train_batch_size=BATCH, gradient_accumulation_steps=ACCUMULATED, use_cpu=True,
+            num_train_epochs=1, save_strategy="no", disable_tqdm=True, report_to=[], seed=0,
+        )  # fmt: skip
+        data = [{"input_ids": line, "labels": line} for line in text]
+        trainer = Trainer(model, arguments, train_dataset=data, callbacks=callbacks)
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+        ends.append(weights(model))
+        for callback in callbacks:
+            frames = list(callback.watch.history)
+            assert [frame.step for frame in frames] == [0, 1, 2]
+            count = frames[0]["transformer.h.1.mlp", "activation"].count
+            assert count == BATCH * ACCUMULATED * 32 * 32
+    assert same_bits(*ends)
+
+
 def test_a_resumed_training_goes_on_counting(plain: Any, tmp_path: Path) -> None:
     fit(tmp_path, [], max_steps=STEPS // 2, save_strategy="steps", save_steps=STEPS // 2)
     sink = tbhooks.MemorySink()
