@@ -50,6 +50,12 @@ def test_bins_have_one_width() -> None:
     assert np.allclose(np.diff(edges), (edges[-1] - edges[0]) / BINS)
 
 
+def test_what_a_bucket_holds_is_spread_over_the_part_of_it_that_is_in_use() -> None:
+    array = np.linspace(1.4, 1.49, 10 * BINS)  # all in the bucket from 1 to 1.5
+    counts, _ = rebinned(reference.bucket_counts(array), array.min(), array.max())
+    assert counts.tolist() == [10] * BINS
+
+
 def test_a_frame_has_histograms_of_what_is_finite_and_of_no_update() -> None:
     data = {
         Site("0", "activation"): [1.0, np.nan, 2.0], Site("1", "activation"): [np.nan, np.inf],
