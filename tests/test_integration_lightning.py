@@ -250,6 +250,15 @@ def test_without_either_package_it_says_what_to_install() -> None:
 
 
 @pytest.mark.slow
+def test_a_compiled_net_is_seen_although_the_sanity_check_runs_it_first(plain: Any, tmp_path: Path) -> None:
+    torch.compiler.reset()
+    module, sink = make_module(), tbhooks.MemorySink()
+    module.net.compile(backend="eager")
+    fit(make_trainer(tmp_path, [WatchCallback(every=2, writer=sink)]), module)
+    assert_same_frames(sink.frames, plain[0][::2])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "seen_by"), [("local", 1), ("merge", 2)])
 def test_of_two_ranks_the_first_writes(ranks: str, seen_by: int, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.lightning_ranks", str(tmp_path), ranks]

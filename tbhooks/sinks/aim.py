@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 from tbhooks.frame import Frame
-from tbhooks.sinks.draining import drain_first
 from tbhooks.sinks.table import numbers_of, scalar_table
 from tbhooks.sinks.told import Told
 from tbhooks.sinks.uniform import histograms_of
@@ -21,7 +20,6 @@ class AimSink:
         self._table = scalar_table(scalars)
         self._run = run
         self._told = Told()
-        self._unhook: Callable[[], None] | None = None
 
     @property
     def destination(self) -> str:
@@ -29,8 +27,7 @@ class AimSink:
         return f"Aim run {self._run.hash}"
 
     def drain_before_close(self, drain: Callable[[], None]) -> None:
-        """Has `drain` called when the user closes the run, so that nothing comes too late."""
-        self._unhook = drain_first(self._run, drain, before=("close",))
+        """A closed run takes numbers, too."""
 
     def write(self, frame: Frame) -> None:
         from aim import Distribution  # noqa: PLC0415  only where it is used
@@ -48,5 +45,3 @@ class AimSink:
 
     def close(self) -> None:
         """The run stays the user's to close."""
-        if self._unhook is not None:
-            self._unhook()
