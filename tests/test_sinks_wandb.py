@@ -166,6 +166,7 @@ def test_a_user_who_logs_rarely_by_another_count_comes_first_and_is_told(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sink_module, "MOST_WAITING", 3)
+    monkeypatch.setattr(sink_module, "MOST_NUMBERS", 3)
     model = mlp()
     with tbhooks.watch(model, run, every=1) as watching:
         optimizer = sgd(model)
@@ -179,6 +180,15 @@ def test_a_user_who_logs_rarely_by_another_count_comes_first_and_is_told(
     assert watching.stats.errors > 0
     assert "raise every=" in " ".join(watching.stats.messages)
     assert len(rows_with(tmp_path, "activation.mean/0")) > 3
+
+
+def test_of_a_small_model_every_step_waits_for_a_user_who_never_logs(run: Any, tmp_path: Path) -> None:
+    model = mlp()
+    with tbhooks.watch(model, run, every=1) as watching:
+        train(model, 200)
+    run.finish()
+    assert watching.stats.errors == 0
+    assert [row["tbhooks/step"] for row in rows_with(tmp_path, "tbhooks/step")] == list(range(200))
 
 
 def test_a_run_that_is_said_to_be_ours_alone_is_written_at_once(run: Any) -> None:

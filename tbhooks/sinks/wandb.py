@@ -16,12 +16,13 @@ from tbhooks.frame import Frame
 from tbhooks.sinks.draining import drain_first
 from tbhooks.sinks.table import numbers_of, scalar_table
 from tbhooks.sinks.told import Told
-from tbhooks.sinks.uniform import histograms_of
+from tbhooks.sinks.uniform import BINS, histograms_of
 
 STEP = "tbhooks/step"
 FINDINGS = "tbhooks/findings"
-# How many frames wait for a row of their own before every other one is left out.
+# How many frames wait for a row of their own, and how many numbers they may hold, before every other is left out.
 MOST_WAITING = 128
+MOST_NUMBERS = 4_000_000
 
 
 class WandbSink:
@@ -104,7 +105,7 @@ class Rows:
         self._last_label = label
         while self._waiting and self._may_write():
             self._write_next()
-        if len(self._waiting) > MOST_WAITING:
+        if len(self._waiting) > MOST_WAITING and sum(map(_size, self._waiting)) > MOST_NUMBERS:
             del self._waiting[1::2]
             raise TbhooksError(
                 "some steps are not in the wandb run: you log to it with step= by another count, or have not logged "
@@ -143,6 +144,11 @@ class Rows:
             self._run.log({}, commit=True)
         self._run.log(row, commit=False)
         self._at = self._ours = self._run.step
+
+
+def _size(waiting: tuple[int, dict[str, Any]]) -> int:
+    _, row = waiting
+    return sum(1 if isinstance(value, float | int) else 2 * BINS for value in row.values())
 
 
 def _sets_steps(run: Any) -> bool:
