@@ -3,7 +3,7 @@ VENV := .venv
 PYTHON := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-slow test-browser test-triton lint bench notebooks clinic look clean
+.PHONY: demo test test-slow test-browser test-triton test-trackers lint bench notebooks clinic look clean
 
 demo: $(READY)  ## train a small CNN on digits, watched, and say how to look at it
 	$(PYTHON) -m tbhooks demo
@@ -21,6 +21,13 @@ test-browser: $(READY)  ## the TensorBoard tab in a real browser: Debian's chrom
 test-triton: $(READY)  ## the CUDA kernels in Triton's interpreter; 1 GB, kept apart from everything else
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --target $(VENV)/triton triton
 	TRITON_INTERPRET=1 PYTHONPATH=$(VENV)/triton $(PYTHON) -m pytest tests/test_triton_rows.py
+
+test-trackers: $(READY)  ## MLflow and Aim; 600 MB, kept apart in a venv that sees this one
+	test -d $(VENV)/trackers || python3 -m venv $(VENV)/trackers
+	$(PYTHON) -c "import site; print('import site; site.addsitedir(%r)' % site.getsitepackages()[0])" \
+		> "$$($(VENV)/trackers/bin/python -c 'import site; print(site.getsitepackages()[0])')/main.pth"
+	$(VENV)/trackers/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[mlflow,aim]'
+	$(VENV)/trackers/bin/python -m pytest tests/trackers
 
 lint: $(READY)
 	$(PYTHON) -m ruff check .

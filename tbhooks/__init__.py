@@ -21,11 +21,15 @@ from tbhooks.sinks.memory import MemorySink
 
 if TYPE_CHECKING:
     from tbhooks.peek import peek
+    from tbhooks.sinks.aim import AimSink
+    from tbhooks.sinks.mlflow import MlflowSink
+    from tbhooks.sinks.wandb import WandbSink
     from tbhooks.watch import Watch, unwatch, watch
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AimSink",
     "ArgumentError",
     "ClosedError",
     "Finding",
@@ -34,6 +38,7 @@ __all__ = [
     "History",
     "JsonlSink",
     "MemorySink",
+    "MlflowSink",
     "Peeked",
     "Reading",
     "Rule",
@@ -42,6 +47,7 @@ __all__ = [
     "Stats",
     "TbhooksError",
     "UnknownSiteError",
+    "WandbSink",
     "Watch",
     "__version__",
     "peek",
@@ -50,12 +56,13 @@ __all__ = [
 ]
 
 _NEED_TORCH = {"Watch": "watch", "peek": "peek", "unwatch": "watch", "watch": "watch"}
+_LATER = {**_NEED_TORCH, "AimSink": "sinks.aim", "MlflowSink": "sinks.mlflow", "WandbSink": "sinks.wandb"}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _NEED_TORCH:
+    if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"tbhooks.{_NEED_TORCH[name]}"), name)
+    value = getattr(importlib.import_module(f"tbhooks.{_LATER[name]}"), name)
     globals()[name] = value
     return value
 

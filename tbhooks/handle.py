@@ -247,6 +247,18 @@ class Watch(Asking):
             self.close()
             raise
 
+    def _continue_from(self, step: int) -> None:
+        """So many steps were made before, and count for `every`; the first one from here is logged in any case."""
+        self._loop.clock.count = step
+
+    def _forget_open_step(self) -> None:
+        """What was seen since the last step ended is of none."""
+        self._loop.abandon()
+
+    @property
+    def _optimizer_steps(self) -> int:
+        return self._loop.clock.optimizer_steps
+
     def _prepare(self, sinks: tuple[Sink, ...]) -> None:
         theirs = {destination for other in open_watches() if other is not self for destination in other._destinations()}
         for sink in sinks:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from torch import nn
@@ -21,6 +23,8 @@ from tbhooks.ranks import MERGE, WAYS, Place, join, restarts, this_rank
 from tbhooks.schedule import Schedule
 from tbhooks.select import Selector
 from tbhooks.sinks import HasSteps, Sink
+from tbhooks.sinks.function import FunctionSink
+from tbhooks.sinks.table import scalar_table
 
 __all__ = ["Watch", "make_sinks", "unwatch", "watch"]
 
@@ -41,8 +45,9 @@ def watch(
 ) -> Watch:
     """Watches a model's training from now on; the one line a script needs.
 
-    `writer` is a SummaryWriter, a directory, any `Sink`, a list of those, or None to keep frames in
-    memory. Steps count from 0 and every `every`-th is logged. Closed at exit, by `close()`, or by `with`.
+    `writer` is a SummaryWriter, a directory, a run of wandb, mlflow or aim, a function that takes a frame, any
+    `Sink`, a list of those, or None to keep frames in memory. Steps count from 0 and every `every`-th is logged.
+    Closed at exit, by `close()`, or by `with`.
 
     >>> import torch, tbhooks
     >>> model = torch.nn.Linear(2, 1)
@@ -98,25 +103,48 @@ def unwatch(model: nn.Module) -> None:
 
 def make_sinks(writer: Any, scalars: Any) -> tuple[Sink, ...]:
     """What `writer=` stands for."""
-    from tbhooks.sinks.tensorboard import TensorBoardSink, scalar_table  # noqa: PLC0415  tensorboard is slow to import
-
     scalar_table(scalars)
     for one in _listed(writer):
         _check_writer(one)
-    return tuple(TensorBoardSink(one, scalars) if _is_for_tensorboard(one) else one for one in _listed(writer))
+    return tuple(_sink(one, scalars) for one in _listed(writer))
 
 
 def _listed(writer: Any) -> list[Any]:
     return list(writer) if isinstance(writer, list | tuple) else [] if writer is None else [writer]
 
 
+def _sink(one: Any, scalars: Any) -> Sink:
+    tracker = _tracker(one)
+    name = "TensorBoardSink" if _is_for_tensorboard(one) else f"{tracker.capitalize()}Sink" if tracker else ""
+    if name:  # imported by those who write there
+        module = importlib.import_module(f"tbhooks.sinks.{tracker or 'tensorboard'}")
+        made: Sink = getattr(module, name)(one, scalars)
+        return made
+    return one if isinstance(one, Sink) else FunctionSink(one)
+
+
 def _is_for_tensorboard(one: Any) -> bool:
     return isinstance(one, str | Path) or (hasattr(one, "_get_file_writer") and not isinstance(one, type))
 
 
+def _tracker(one: Any) -> str | None:
+    """Whose run it is, or which module that has a current one: told by names, so that nothing has to be installed."""
+    if isinstance(one, ModuleType):
+        return one.__name__ if one.__name__ in ("wandb", "mlflow") else None
+    packages = [base.__module__.partition(".")[0] for base in type(one).__mro__ if base.__name__ == "Run"]
+    return next((package for package in packages if package in ("wandb", "mlflow", "aim")), None)
+
+
+def _is_function(one: Any) -> bool:
+    return callable(one) and not isinstance(one, type | nn.Module)
+
+
 def _check_writer(one: Any) -> None:
-    if not _is_for_tensorboard(one) and (not isinstance(one, Sink) or isinstance(one, type | io.IOBase)):
+    if _is_for_tensorboard(one) or _tracker(one) or _is_function(one):
+        return
+    if not isinstance(one, Sink) or isinstance(one, type | io.IOBase):
         raise ArgumentError(
-            "writer is a SummaryWriter (torch or tensorboardX), a directory (str or Path), an object with "
-            f"write, flush and close, a list of those, or None, not {arguments.shown(one)}"
+            "writer is a SummaryWriter (torch or tensorboardX), a directory (str or Path), a run of wandb, mlflow or "
+            "aim (or the module wandb or mlflow), a function that takes a frame, an object with write, flush and "
+            f"close, a list of those, or None, not {arguments.shown(one)}"
         )

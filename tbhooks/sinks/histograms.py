@@ -17,13 +17,12 @@ from numpy.typing import NDArray
 from tensorboard.compat.proto import summary_pb2
 
 from tbhooks import stats
-from tbhooks.frame import ALL_KINDS, Frame, Site
+from tbhooks.frame import Frame, Site
 from tbhooks.sinks import wire
 from tbhooks.sinks.places import places_of
+from tbhooks.sinks.table import HISTOGRAM_KINDS
 from tbhooks.stats import BUCKETS, M2, MAX, MEAN, MIN, Counts, Floats
 
-# An update's distribution is in the frame tensors; its stock histogram would tell few readers anything.
-HISTOGRAM_KINDS = frozenset(ALL_KINDS) - {"update"}
 # A bar of TensorBoard's is a thirtieth of a range that is at least as wide as the largest magnitude.
 NARROW_SHARE = 2.0**-5
 # Joined buckets lie between two of these quantiles (in 256ths), so that percentiles and tails stay where they are.

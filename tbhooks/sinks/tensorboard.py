@@ -19,6 +19,7 @@ from tbhooks.errors import TbhooksError
 from tbhooks.frame import Frame, Site
 from tbhooks.sinks import exhibits, wire
 from tbhooks.sinks.crc import use_fast_crc
+from tbhooks.sinks.draining import drain_first
 from tbhooks.sinks.findings import FindingWriter
 from tbhooks.sinks.histograms import SiteHistograms
 from tbhooks.sinks.places import places_of
@@ -33,7 +34,7 @@ from tbhooks.sinks.tensors import (
     encode_counts,
     encode_values,
 )
-from tbhooks.sinks.writers import drain_first, sender
+from tbhooks.sinks.writers import sender
 
 __all__ = [
     "PLUGIN", "STORED_COLUMNS", "VERSION", "TensorBoardSink", "decode_counts", "decode_values", "encode_counts",
@@ -70,7 +71,7 @@ class TensorBoardSink:
     def drain_before_close(self, drain: Callable[[], None]) -> None:
         """Has `drain` called when the user flushes or closes the writer, so that nothing comes too late."""
         if not self._owned:
-            self._unhook = drain_first(self._writer, drain)
+            self._unhook = drain_first(self._writer, drain, before=("flush", "close"))
 
     def last_step(self) -> int | None:
         from tbhooks import runs  # noqa: PLC0415  only after a restart

@@ -1,4 +1,4 @@
-"""The user's SummaryWriter: how an Event's bytes get into its own file, and what happens before it is closed.
+"""The user's SummaryWriter: how an Event's bytes get into its own file.
 
 Order and locking stay the writer's. That it takes bytes is private to torch, TensorBoard and tensorboardX, so
 it is tried on a stand-in first; a writer that does anything else gets the Event as the object it expects.
@@ -6,13 +6,11 @@ it is tried on a stand-in first; a writer that does anything else gets the Event
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 
-import wrapt
 from tensorboard.compat.proto import event_pb2
 from tensorboard.summary.writer import event_file_writer
 
@@ -65,38 +63,3 @@ def _hands_on_bytes(method: Callable[[Any, Any], Any], inner: str) -> bool:
     except Exception:  # whatever it needed, it is not what is known here
         return False
     return taken == [event.SerializeToString()]
-
-
-# What to call before a writer is flushed or closed; several watches may share one writer.
-_drains: weakref.WeakKeyDictionary[Any, list[Callable[[], None]]] = weakref.WeakKeyDictionary()
-_DRAINED = ("flush", "close")
-
-
-def drain_first(writer: Any, drain: Callable[[], None]) -> Callable[[], None]:
-    """Has `drain` called before the writer's own flush and close; returns what undoes it."""
-    drains = _drains.setdefault(writer, [])
-    if not drains:
-        for name in _DRAINED:
-            wrapt.wrap_function_wrapper(writer, name, lambda f, _, args, kwargs: _draining(writer, f, args, kwargs))
-    drains.append(drain)
-
-    def undo() -> None:
-        drains.remove(drain)
-        if not drains:
-            for name in _DRAINED:
-                _unwrap(writer, name)
-
-    return undo
-
-
-def _unwrap(writer: Any, name: str) -> None:
-    """Puts back what was there: the class's own method, or one that was set on this writer."""
-    wrapped = writer.__dict__.pop(name).__wrapped__
-    if getattr(wrapped, "__func__", None) is not getattr(type(writer), name):
-        setattr(writer, name, wrapped)
-
-
-def _draining(writer: Any, wrapped: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    for drain in list(_drains.get(writer, ())):
-        drain()
-    return wrapped(*args, **kwargs)
