@@ -11,10 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import tbhooks
-from tbhooks import overview, page, rules, runs
-from tbhooks.frame import ALL_KINDS
+from tbhooks import overview, page, rules, running, runs
 from tbhooks.render import printable
-from tbhooks.running import command
 from tbhooks.runs import compare, digest
 
 # Exit codes of `check`, and of anything that cannot do what it was asked.
@@ -36,22 +34,6 @@ In a script: tbhooks.watch(model, writer, every=100)
 exit codes: 0, or what the script of "run" exits with; 1 if "check" finds something that counts; 2 if what was
 asked for cannot be done; 130 after Ctrl-C.
 """
-_RUN = """\
-Runs a training script in this process, just as python would, and watches every model that its optimizers train. The
-script is not changed, nor is what it computes, prints to stdout or exits with. What there is to say is said on stderr.
-"""
-_RUN_EXAMPLES = """\
-examples:
-  tbhooks run train.py --lr 0.1
-  tbhooks run --every 10 --logdir runs/try -m package.train --lr 0.1
-  tbhooks run --kinds activation,gradient --include 'encoder.*' train.py
-  torchrun --nproc-per-node 2 -m tbhooks run train.py
-
-Each option can be said by a variable as well: TBHOOKS_EVERY, TBHOOKS_LOGDIR, TBHOOKS_KINDS, TBHOOKS_INCLUDE,
-TBHOOKS_EXCLUDE, TBHOOKS_RULES. Options win over variables.
-
-exit code: the script's own. 2 if an option is wrong or the script is not there; nothing has run then.
-"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -64,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"tbhooks {tbhooks.__version__}")
     verbs = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    _add_run(verbs.add_parser("run", help="run a training script as it is, watched"))
+    verbs.add_parser("run", help="run a training script as it is, watched", add_help=False)
     _add_demo(verbs.add_parser("demo", help="train a small CNN on handwritten digits, watched"))
     _add_report(verbs.add_parser("report", help="what a run looks like, layer by layer, and what is wrong with it"))
     _add_check(verbs.add_parser("check", help="one line a finding; exit code 1 if there is one that counts"))
@@ -72,49 +54,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     listing = verbs.add_parser("rules", help="what is looked for in a run")
     listing.set_defaults(verb=_rules)
     words = list(sys.argv[1:] if arguments is None else arguments)
-    ours, target = command.split(words[1:]) if words[:1] == ["run"] else (words[1:], None)
-    options = parser.parse_args([*words[:1], *ours])
-    options.target = target
+    if words[:1] == ["run"]:
+        return running.main(words[1:])
+    options = parser.parse_args(words)
     code: int = options.verb(options)
     return code
-
-
-# --- run ----------------------------------------------------------------------------------------------
-
-
-def _add_run(run: argparse.ArgumentParser) -> None:
-    run.usage = "tbhooks run [options] (script.py | -m package.module) [arguments of the script]"
-    run.formatter_class = argparse.RawDescriptionHelpFormatter
-    run.allow_abbrev = False
-    run.description = _RUN
-    run.epilog = _RUN_EXAMPLES
-    run.add_argument("--every", metavar="N", help=f"log every N-th step (default: {command.EVERY})")
-    run.add_argument(
-        "--logdir",
-        metavar="DIR",
-        help="where the run goes (default: the script's own SummaryWriter, or runs/NAME-TIME)",
-    )
-    run.add_argument("--kinds", metavar="KIND,...", help=f"what is read, of {', '.join(ALL_KINDS)}")
-    run.add_argument("--include", metavar="GLOB,...", help="which modules, by their paths (default: all)")
-    run.add_argument("--exclude", metavar="GLOB,...", help="which modules not")
-    run.add_argument(
-        "--rules", metavar="RULE,...", help='what is looked for: names as "tbhooks rules" lists them, or none'
-    )
-    run.set_defaults(verb=_run)
-
-
-def _run(options: argparse.Namespace) -> int:
-    from tbhooks.running import session  # noqa: PLC0415  the other commands do without
-
-    try:
-        if options.target is None:
-            raise tbhooks.ArgumentError("which script? See tbhooks run --help")
-        asked = command.understood({name: getattr(options, name) for name in command.NAMES}, os.environ)
-    except tbhooks.TbhooksError as problem:
-        print(f"tbhooks run: {printable(str(problem))}", file=sys.stderr)
-        return UNREADABLE
-    session.run(asked, options.target)
-    return 0
 
 
 # --- demo ---------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import tempfile
 from pydoc_data.topics import topics
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
+from transformers import GPT2Config, GPT2LMHeadModel, PrinterCallback, Trainer, TrainingArguments, set_seed
 
 set_seed(0)
 text = torch.tensor(list("".join(topics.values()).encode()[: 32 * 512]))
@@ -25,7 +25,9 @@ with tempfile.TemporaryDirectory() as output:
         save_strategy="no",
         logging_strategy="no",
     )
-    result = Trainer(model=model, args=arguments, train_dataset=blocks).train()
+    trainer = Trainer(model=model, args=arguments, train_dataset=blocks)
+    trainer.remove_callback(PrinterCallback)  # it prints how long everything took
+    result = trainer.train()
 
 weights = b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
 print(f"loss {result.training_loss:.6f} weights {hashlib.sha256(weights).hexdigest()}")

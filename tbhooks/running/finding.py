@@ -64,17 +64,16 @@ class Finder:
         self._leftover = []
 
     def _look_out(self) -> None:
-        self._wanted = frozenset(
-            id(parameter)
-            for optimizer in list(self._handles)
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        )
+        self._wanted = self._parameters()
         if self._at_once:
             self._stop_waiting()
             self._decide(None)
         elif self._waiting is None and self._handles:
             self._waiting = register_module_forward_pre_hook(self._forward_begins)
+
+    def _parameters(self) -> frozenset[int]:
+        groups = [group for optimizer in list(self._handles) for group in optimizer.param_groups]
+        return frozenset(id(parameter) for group in groups for parameter in group["params"])
 
     def _stop_waiting(self) -> None:
         if self._waiting is not None:
@@ -109,7 +108,7 @@ class Finder:
         self._stepped.add(optimizer)
 
     def _decide(self, called: nn.Module | None, stepping: Optimizer | None = None) -> list[Watch]:
-        models = covering(self._wanted, live_modules(), called)
+        models = covering(self._parameters(), live_modules(), called)
         if not models and stepping is None:
             return []  # perhaps when it steps
         self._stop_waiting()

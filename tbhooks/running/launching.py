@@ -54,7 +54,7 @@ def _execute(target: Target) -> None:
 
 
 def _be_main(main: ModuleType) -> None:
-    vars(main).update(__builtins__=builtins, __annotations__={})
+    vars(main).update(__annotations__={}, __builtins__=builtins)
     sys.modules["__main__"] = main
 
 
@@ -77,7 +77,7 @@ def _code(path: str, main: ModuleType) -> CodeType | Any:
         data = Path(path).read_bytes()
     except OSError as problem:
         where = f"can't open file {path!r}: [Errno {problem.errno}] {problem.strerror}"
-        sys.stderr.write(f"{sys.executable}: {where}\n")
+        sys.stderr.write(f"{sys.orig_argv[0]}: {where}\n")
         raise SystemExit(NO_SUCH_FILE) from None
     vars(main).update(__file__=path, __cached__=None, __loader__=loader)
     return loader.get_code("__main__") if compiled else compile(data, path, "exec", dont_inherit=True)

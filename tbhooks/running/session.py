@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from tbhooks.running.destinations import Destination, Destinations
     from tbhooks.running.finding import Finder
 
+# A script that tries out many models one after the other is not followed to its end.
+MOST_MODELS = 16
 # What of these kinds a module is given or does is seen by hooks that must be there before it is called.
 _BEFORE_THE_CALL = ("input", "functional")
 
@@ -57,25 +59,33 @@ class Session:
         self._process = os.getpid()
 
     def start(self) -> None:
-        self._patches.after("torch", "compile", self._compiled)
-        self._patches.after("torch.optim.optimizer", "Optimizer.__init__", self._made_optimizer)
-        self._patches.after("torch.utils.tensorboard.writer", "SummaryWriter.__init__", self._made_writer)
-        self._patches.after("tensorboardX.writer", "SummaryWriter.__init__", self._made_writer)
+        """From here to the end of the process."""
+        self.look_on()
         self.terminal.start()
         os.register_at_fork(after_in_child=self._stop)
         # Before anything of the script's, so that it comes after everything of the script's.
         atexit.register(self._end)
 
-    def _end(self) -> None:
-        if os.getpid() != self._process:
-            return
+    def look_on(self) -> None:
+        """Has itself told of what the script makes."""
+        self._patches.after("torch", "compile", self._compiled)
+        self._patches.after("torch.optim.optimizer", "Optimizer.__init__", self._made_optimizer)
+        self._patches.after("torch.utils.tensorboard.writer", "SummaryWriter.__init__", self._made_writer)
+        self._patches.after("tensorboardX.writer", "SummaryWriter.__init__", self._made_writer)
+
+    def close(self) -> str:
+        """Leaves everything as it was; returns what there is to say."""
         for watching, _ in self.watched:
             watching.close()
         self._stop()
         said = telling.told(self.watched, self._why_nothing())
         if self.terminal.left_out:
             said += f"\n{self.terminal.left_out} more lines were left out while it ran"
-        self.terminal.say(said)
+        return said
+
+    def _end(self) -> None:
+        if os.getpid() == self._process:
+            self.terminal.say(self.close())
 
     def _stop(self) -> None:
         """Nothing is looked for any more, and nothing patched."""
@@ -133,15 +143,29 @@ class Session:
 
     def _found(self, models: list[nn.Module]) -> list[Watch]:
         known = len(self.watched)
-        models = [model for model in models if not self._is_watched(model)]
-        names = _names(models) if len(models) + len(self.watched) > 1 else [""] * len(models)
+        models = [model for model in models if not self._is_watched(model) and not self._is_known(model)]
+        names = _names(models) if len(models) + known > 1 else [""] * len(models)
         for model, name in zip(models, names, strict=True):
+            if len(self.watched) == MOST_MODELS:
+                self._stop_looking()
+                break
             try:
                 self._watch(model, self._free(name))
             except TbhooksError as problem:
                 self._problems.append(str(problem))
                 logger.warning("%s is not watched: %s", type(model).__name__, problem)
         return [watching for watching, _ in self.watched[known:]]
+
+    def _is_known(self, model: nn.Module) -> bool:
+        """Whether it is watched already, by itself or as a part of another."""
+        from tbhooks.handle import open_watches  # noqa: PLC0415
+
+        mine = [watching._model() for watching in open_watches() if watching in dict(self.watched)]
+        return any(part is model for whole in mine if whole is not None for part in whole.modules())
+
+    def _stop_looking(self) -> None:
+        logger.warning("%d models are watched; the script goes on with others, which are not", MOST_MODELS)
+        self._patches.undo()
 
     def _free(self, name: str) -> str:
         taken = {destination.name for _, destination in self.watched}
@@ -152,13 +176,9 @@ class Session:
         from tbhooks.running.destinations import Destination  # noqa: PLC0415
         from tbhooks.watch import watch  # noqa: PLC0415
 
-        options = self._options
         reference = weakref.ref(model)
         destination = Destination(self._where(), name, lambda: self._is_watched(reference()))
-        watching = watch(
-            model, destination, options.every, kinds=options.kinds, include=options.include, exclude=options.exclude,
-            rules=options.rules,
-        )  # fmt: skip
+        watching = watch(model, destination, **self._options.watch)
         self.watched.append((watching, destination))
 
     def _is_watched(self, model: nn.Module | None) -> bool:
