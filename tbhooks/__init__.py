@@ -1,7 +1,7 @@
 """See what is happening inside a PyTorch model: `tbhooks.watch(model, writer, every=100)`.
 
-Importing this package does not import torch, so that TensorBoard's tab and the command start at once;
-torch comes with the first use of `watch`.
+Importing this package imports neither torch nor NumPy, so that TensorBoard's tab and the command start at once, and a
+script that `tbhooks run` runs can set up what it likes before them; they come with the first use.
 """
 
 import importlib
@@ -10,17 +10,17 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from tbhooks.errors import ArgumentError, ClosedError, FindingError, TbhooksError, UnknownSiteError
-from tbhooks.frame import Finding, Frame, Reading, Site
-from tbhooks.history import History
-from tbhooks.peeked import Peeked
-from tbhooks.report import Stats
-from tbhooks.rules import Rule
-from tbhooks.sinks import Sink
-from tbhooks.sinks.jsonl import JsonlSink
-from tbhooks.sinks.memory import MemorySink
 
 if TYPE_CHECKING:
+    from tbhooks.frame import Finding, Frame, Reading, Site
+    from tbhooks.history import History
     from tbhooks.peek import peek
+    from tbhooks.peeked import Peeked
+    from tbhooks.report import Stats
+    from tbhooks.rules import Rule
+    from tbhooks.sinks import Sink
+    from tbhooks.sinks.jsonl import JsonlSink
+    from tbhooks.sinks.memory import MemorySink
     from tbhooks.watch import Watch, unwatch, watch
 
 __version__ = "0.1.0"
@@ -49,13 +49,21 @@ __all__ = [
     "watch",
 ]
 
-_NEED_TORCH = {"Watch": "watch", "peek": "peek", "unwatch": "watch", "watch": "watch"}
+# What is loaded when it is used first, and where it is; some of it needs torch, some NumPy.
+_HOMES = {
+    "Finding": "frame", "Frame": "frame", "History": "history", "JsonlSink": "sinks.jsonl",
+    "MemorySink": "sinks.memory", "Peeked": "peeked", "Reading": "frame", "Rule": "rules", "Sink": "sinks",
+    "Site": "frame", "Stats": "report", "Watch": "watch", "peek": "peek", "unwatch": "watch", "watch": "watch",
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _NEED_TORCH:
+    if name in _HOMES:
+        value = getattr(importlib.import_module(f"tbhooks.{_HOMES[name]}"), name)
+    elif name in _HOMES.values():
+        value = importlib.import_module(f"tbhooks.{name}")
+    else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"tbhooks.{_NEED_TORCH[name]}"), name)
     globals()[name] = value
     return value
 
@@ -68,7 +76,7 @@ class _Package(ModuleType):
     """Keeps `tbhooks.watch` and `tbhooks.peek` functions: importing a module of that name would take its place."""
 
     def __setattr__(self, name: str, value: object) -> None:
-        if not (name in _NEED_TORCH and isinstance(value, ModuleType)):
+        if not (name in _HOMES and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 
 

@@ -120,6 +120,12 @@ def _every(text: str) -> int:
     return int(text)
 
 
+def _directory(text: str) -> str:
+    if not text.strip():
+        raise ArgumentError(f"logdir is a directory, not {text!r}")
+    return text
+
+
 def _listed(text: str) -> tuple[str, ...]:
     words = tuple(word.strip() for word in text.split(",") if word.strip())
     if not words:
@@ -144,5 +150,5 @@ def _rules(text: str) -> tuple[str, ...]:
 
 
 _MEANINGS: dict[str, Callable[[str], Any]] = {
-    "every": _every, "logdir": str, "kinds": _kinds, "include": _listed, "exclude": _listed, "rules": _rules,
+    "every": _every, "logdir": _directory, "kinds": _kinds, "include": _listed, "exclude": _listed, "rules": _rules,
 }  # fmt: skip

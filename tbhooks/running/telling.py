@@ -6,8 +6,6 @@ import os
 import shlex
 from typing import TYPE_CHECKING
 
-from tbhooks.render import printable
-
 if TYPE_CHECKING:
     from tbhooks.frame import Finding
     from tbhooks.handle import Watch
@@ -41,6 +39,8 @@ def _of_one(watching: Watch, destination: Destination) -> list[str]:
 
 
 def _line(finding: Finding) -> str:
+    from tbhooks.render import printable  # noqa: PLC0415  loads NumPy, which is there by then
+
     return printable(f"{finding.severity}: step {finding.step}: {finding.rule}: {finding.message}")
 
 
