@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tbhooks.frame import Frame
-from tbhooks.running.command import Options, Target
+from tbhooks.running.command import Target
 from tbhooks.sinks.tensorboard import TensorBoardSink
 from tbhooks.sinks.writers import drain_first
 
@@ -22,10 +22,11 @@ from tbhooks.sinks.writers import drain_first
 class Destinations:
     """Knows every writer the script has made, and the directory that is taken if it made none."""
 
-    def __init__(self, options: Options, target: Target) -> None:
-        # Absolute from the start: a script may go to another directory.
-        self._asked = None if options.logdir is None else Path(options.logdir).expanduser().absolute()
-        self._own = Path("runs").absolute() / f"{_name(target)}-{time.strftime('%Y%m%d-%H%M%S')}"
+    def __init__(self, logdir: str | None, target: Target, start: Path) -> None:
+        """`start` is the directory the script was started in, which it may have left."""
+        self._asked = None if logdir is None else start / Path(logdir).expanduser()
+        self._own = start / "runs" / f"{_name(target, start)}-{time.strftime('%Y%m%d-%H%M%S')}"
+        self._taken: Path | None = None
         self._writers: list[weakref.ref[Any]] = []
 
     def writer_made(self, writer: Any, drain: Callable[[], None]) -> None:
@@ -58,17 +59,15 @@ class Destinations:
         self._taken = directory
         return directory
 
-    _taken: Path | None = None
-
 
 def _directory_of(writer: Any) -> str:
     return str(getattr(writer, "log_dir", None) or writer.logdir)
 
 
-def _name(target: Target) -> str:
+def _name(target: Target, start: Path) -> str:
     if target.module is not None:
         return target.module
-    path = Path(target.path or "").absolute()
+    path = start / (target.path or "")
     return path.parent.name if path.name == "__main__.py" else path.stem
 
 

@@ -10,6 +10,7 @@ import atexit
 import os
 import sys
 import weakref
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tbhooks.errors import TbhooksError
@@ -57,6 +58,7 @@ class Session:
         self._destinations: Destinations | None = None
         self._compiles = False
         self._process = os.getpid()
+        self._start = Path.cwd()
 
     def start(self) -> None:
         """From here to the end of the process."""
@@ -132,7 +134,7 @@ class Session:
         if self._destinations is None:
             from tbhooks.running.destinations import Destinations  # noqa: PLC0415  loads tensorboard
 
-            self._destinations = Destinations(self._options, self._target)
+            self._destinations = Destinations(self._options.logdir, self._target, self._start)
         return self._destinations
 
     def _drain(self) -> None:

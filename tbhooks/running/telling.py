@@ -29,7 +29,8 @@ def told(watched: list[tuple[Watch, Destination]], why_nothing: str) -> str:
 def _of_one(watching: Watch, destination: Destination) -> list[str]:
     stats, findings = watching.stats, watching.findings
     found = f"{len(findings)} {'finding' if len(findings) == 1 else 'findings'}" if findings else "nothing found wrong"
-    lines = [f"{_short(str(destination.directory))}: {stats.logged} of {stats.steps} steps logged, {found}"]
+    begun = max(stats.steps, stats.logged)  # the last one may have been cut short
+    lines = [f"{_short(str(destination.directory))}: {stats.logged} of {begun} steps logged, {found}"]
     lines += [f"  {_line(finding)}" for finding in findings[:MOST_FINDINGS]]
     if len(findings) > MOST_FINDINGS:
         lines.append(f"  and {len(findings) - MOST_FINDINGS} more")
