@@ -1,4 +1,4 @@
-"""Data made by worker processes that import this file again, as they do on macOS and Windows."""
+"""Data made by a worker process that imports this file again, as on macOS and Windows."""
 
 import hashlib
 
@@ -28,7 +28,7 @@ class Net(nn.Module):
 
 def main():
     torch.manual_seed(0)
-    loader = DataLoader(Waves(), batch_size=16, shuffle=True, num_workers=2, multiprocessing_context="spawn")
+    loader = DataLoader(Waves(), batch_size=16, shuffle=True, num_workers=1, multiprocessing_context="spawn")
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for inputs, targets in loader:

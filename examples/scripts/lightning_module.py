@@ -8,7 +8,6 @@ import warnings
 import lightning
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -16,7 +15,7 @@ warnings.filterwarnings("ignore")
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
 
-class LitDigits(lightning.LightningModule):
+class LitClassifier(lightning.LightningModule):
     def __init__(self):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
@@ -37,9 +36,9 @@ class LitDigits(lightning.LightningModule):
 
 
 lightning.seed_everything(0, verbose=False)
-digits = load_digits()
-data = TensorDataset(torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target))
-module = LitDigits()
+labels = torch.randint(10, (768,))
+data = TensorDataset(torch.randn(10, 64)[labels] + torch.randn(768, 64) / 2, labels)
+module = LitClassifier()
 trainer = lightning.Trainer(
     max_epochs=1,
     limit_train_batches=24,
