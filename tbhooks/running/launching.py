@@ -42,7 +42,7 @@ def _execute(target: Target) -> None:
         _as_python_does(target.module, alter_argv=True)
         return
     assert target.path is not None
-    path = os.path.abspath(target.path)
+    path = os.path.join(os.getcwd(), target.path)  # not made any shorter, as python does
     sys.argv = [target.path, *target.arguments]
     if pkgutil.get_importer(path) is not None:  # a directory or an archive with a __main__ in it
         sys.path.insert(0, path) if sys.flags.safe_path else _search_first(path)
