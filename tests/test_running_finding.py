@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch.utils.tensorboard import SummaryWriter
 import tbhooks
 from tbhooks import runs
 from tbhooks.frame import KINDS
-from tbhooks.running import command
+from tbhooks.running import command, finding, launching
 from tbhooks.running.session import MOST_MODELS, Session
 
 Begin = Callable[..., Session]
@@ -479,6 +480,37 @@ def test_names_that_are_not_in_the_model_are_told_and_training_goes_on(
     assert session.close().startswith("nothing was logged: include='encoder.*' matches no module of this model")
     assert len(caplog.records) == 1
     assert caplog.records[0].message.startswith("Sequential is not watched: include='encoder.*'")
+
+
+@pytest.mark.parametrize("way", ["forward", "closure", "second step"])
+def test_an_error_of_ours_is_told_and_training_does_not_see_it(
+    begin: Begin, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    def fails(*_: object) -> None:
+        raise LookupError("of ours")
+
+    monkeypatch.setattr(finding, "covering", fails)
+    begin()
+    model = net()
+    optimizer = sgd(model)
+    if way == "closure":
+        optimizer.step(lambda: model(batch()).mean().item())
+    elif way == "second step":
+        optimizer.step()
+        optimizer.step()
+    train(model, optimizer)
+    assert [record.message for record in caplog.records] == ["finding the model: LookupError: of ours"]
+    assert not torch_module._has_any_global_hook()
+
+
+def test_an_exception_out_of_something_patched_shows_no_frame_of_ours(begin: Begin) -> None:
+    begin()
+    with pytest.raises(ValueError, match="empty parameter list") as raised:
+        torch.optim.SGD([], lr=0.1)
+    assert "patches.py" in [entry.path.name for entry in raised.traceback]
+    launching.clean(raised.value)
+    shown = [frame.filename for frame in traceback.extract_tb(raised.value.__traceback__)]
+    assert [Path(file).name for file in shown] == [Path(__file__).name, "sgd.py", "optimizer.py"]
 
 
 # --- Afterwards ----------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ CASES = {
     "arguments": Case(("arguments.py", "--every", "7", "--logdir", "nowhere", "data"), (0, 5, 10, 15, 20)),
     "lightning_module": Case(("lightning_module.py", "mine"), (0, 5, 10), "net.1", "net.0.weight", runs=("mine",)),
     "trainer_gpt": Case(("trainer_gpt.py",), (0, 5, 10), "transformer.h.1.mlp", "transformer.h.0.ln_1.weight"),
-    "accelerate_digits": Case(("accelerate_digits.py",), (0, 5), "2", "1.weight"),
+    "accelerate_loop": Case(("accelerate_loop.py",), (0, 5), "2", "1.weight"),
     "gan": Case(("gan.py",), (0, 5, 10, 15), runs=("runs/*/generator", "runs/*/discriminator")),
     "compiled_model": Case(("compiled_model.py",), (0, 5, 10), "1.inner", "3.bias"),
     "own_writer": Case(("own_writer.py", "mine"), (0, 5, 10, 15), "2", "2.weight", runs=("mine",)),
@@ -51,7 +51,7 @@ CASES = {
     "without_torch": Case(("without_torch.py", "-m", "x"), runs=()),
 }
 # What they show is shown by smaller means elsewhere.
-SLOW = ("compiled_model", "own_writer", "progress_bar")
+SLOW = ("arguments", "compiled_model", "own_writer", "progress_bar")
 
 
 def environment() -> dict[str, str]:

@@ -3,13 +3,11 @@
 import hashlib
 
 import torch
-from sklearn.datasets import load_digits
 from torch import nn
 
 torch.manual_seed(0)
-digits = load_digits()
-images = torch.tensor(digits.data, dtype=torch.float32) / 16
-labels = torch.tensor(digits.target)
+labels = torch.randint(10, (1000,))
+inputs = torch.randn(10, 64)[labels] + torch.randn(1000, 64) / 2
 
 model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 10))
 teacher = nn.Linear(64, 10).requires_grad_(False)
@@ -17,9 +15,9 @@ criterion = nn.CrossEntropyLoss()
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
 
 for step in range(30):
-    batch = torch.randint(len(images), (128,))
-    output = model(images[batch])
-    loss = criterion(output, labels[batch]) + 1e-3 * (output - teacher(images[batch])).square().mean()
+    batch = torch.randint(len(inputs), (128,))
+    output = model(inputs[batch])
+    loss = criterion(output, labels[batch]) + 1e-3 * (output - teacher(inputs[batch])).square().mean()
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()

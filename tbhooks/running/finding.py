@@ -6,8 +6,9 @@ anything is compiled there is no global hook at all, as it would be compiled too
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,8 +29,6 @@ class Finder:
     """Calls `found` with the outermost modules that optimizers train, all that are known at a time together."""
 
     def __init__(self, found: Callable[[list[nn.Module]], list[Watch]], at_once: bool) -> None:
-        self.optimizers = 0
-        """How many were made."""
         self.steps = 0
         """How often one stepped whose model had not been found."""
         self._found = found
@@ -44,8 +43,9 @@ class Finder:
         self._waiting: RemovableHandle | None = None
 
     def made(self, optimizer: Optimizer) -> None:
-        """Tells of a new optimizer."""
-        self.optimizers += 1
+        """Tells of a new optimizer; some tell of themselves twice."""
+        if optimizer in self._handles:
+            return
         self._handles[optimizer] = optimizer.register_step_pre_hook(self._steps)
         self._strangers = set()
         self._look_out()
@@ -83,14 +83,11 @@ class Finder:
     def _forward_begins(self, module: nn.Module, _args: Any) -> None:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or id(module) in self._strangers:
             return
-        try:
+        with self._guarded():
             if any(id(parameter) in self._wanted for parameter in module.parameters()):
                 self._decide(module)
             else:
                 self._strangers.update(map(id, module.modules()))
-        except Exception as problem:  # ours, and not the script's
-            self.stop()
-            logger.error("finding the model: %s: %s", type(problem).__name__, problem)
 
     def _steps(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Before a step of an optimizer whose model has not been found.
@@ -103,9 +100,21 @@ class Finder:
             return
         self.steps += 1
         if optimizer in self._stepped or has_closure(args, kwargs):
-            for watching in self._decide(None, stepping=optimizer):
-                watching._loop.clock._before(optimizer, args, kwargs)
+            with self._guarded():
+                for watching in self._decide(None, stepping=optimizer):
+                    watching._loop.clock._before(optimizer, args, kwargs)
         self._stepped.add(optimizer)
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """What goes wrong here is ours, and not the script's; nothing is looked for after that."""
+        try:
+            yield
+        except Exception as problem:
+            self._stop_waiting()
+            self._leftover += self._handles.values()
+            self._handles.clear()
+            logger.error("finding the model: %s: %s", type(problem).__name__, problem)
 
     def _decide(self, called: nn.Module | None, stepping: Optimizer | None = None) -> list[Watch]:
         models = covering(self._parameters(), live_modules(), called)

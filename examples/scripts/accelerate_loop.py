@@ -5,22 +5,19 @@ import hashlib
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 set_seed(0)
-digits = load_digits()
-data = TensorDataset(
-    torch.tensor(digits.images, dtype=torch.float32)[:640, None] / 16, torch.tensor(digits.target)[:640]
-)
+labels = torch.randint(10, (640,))
+data = TensorDataset(torch.randn(10, 1, 8, 8)[labels] + torch.randn(640, 1, 8, 8) / 2, labels)
 accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
 model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 10))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=32, shuffle=True))
-for images, labels in loader:
+for images, targets in loader:
     with accelerator.accumulate(model):
-        loss = nn.functional.cross_entropy(model(images), labels)
+        loss = nn.functional.cross_entropy(model(images), targets)
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
