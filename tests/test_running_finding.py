@@ -259,6 +259,7 @@ def test_a_second_optimizer_of_the_same_model_changes_nothing(begin: Begin, tmp_
     train(model, sgd(model))
     train(model, sgd(model))
     train(model, sgd(model[0]))
+    assert len(session.watched) == 1
     session.close()
     assert [frame.step for frame in only_run(tmp_path).training] == [0, 2, 4, 6, 8]
 

@@ -48,16 +48,8 @@ def _worth(top: nn.Module, parameters: set[int], left: set[int], called: nn.Modu
 
 def outermost(modules: Iterable[nn.Module], wanted: frozenset[int]) -> list[nn.Module]:
     """Those that nobody holds, without wrappers and mere containers around them, if they hold a wanted parameter."""
-    holders = [module for module in modules if _is_whole(module) and _holds(module, wanted)]
-    inner = {id(child) for module in holders for child in module._modules.values()}
-    tops: dict[int, nn.Module] = {}
-    pending = [module for module in holders if id(module) not in inner]
-    while pending:
-        module = unwrap(pending.pop())
-        if isinstance(module, _CONTAINERS):
-            pending += [child for child in module.children() if _holds(child, wanted)]
-        else:
-            tops[id(module)] = module
+    holders = [unwrap(module) for module in modules if _is_whole(module) and _holds(module, wanted)]
+    tops = {id(module): module for module in holders if not isinstance(module, _CONTAINERS)}
     inside = {id(module) for top in tops.values() for module in top.modules() if module is not top}
     return [top for key, top in tops.items() if key not in inside]
 
