@@ -18,6 +18,7 @@ import tbhooks
 from tbhooks import runs
 from tbhooks.frame import KINDS
 from tbhooks.running import command, finding, launching
+from tbhooks.running.covering import covering
 from tbhooks.running.session import MOST_MODELS, Session
 
 Begin = Callable[..., Session]
@@ -190,6 +191,35 @@ def test_an_evaluation_before_training_is_not_taken_for_it(begin: Begin, tmp_pat
     train(model, optimizer)
     session.close()
     assert [frame.step for frame in only_run(tmp_path).training] == [0, 2]
+
+
+def ids(*modules: nn.Module) -> frozenset[int]:
+    return frozenset(id(parameter) for module in modules for parameter in module.parameters())
+
+
+def test_the_outermost_is_chosen_in_whatever_order_modules_come() -> None:
+    model = NeverCalled()
+    modules = list(model.modules())
+    for order in (modules, modules[::-1]):
+        assert covering(ids(model), order, called=model.net) == [model]
+        assert covering(ids(model.net[0]), order, called=model.net[0]) == [model]
+        assert covering(ids(net()), order, called=None) == []
+
+
+def test_wrappers_are_not_models() -> None:
+    model = net()
+    wrapped = nn.DataParallel(torch.compile(model, backend="eager"))
+    assert covering(ids(model), [wrapped, *wrapped.children(), model, *model], called=wrapped) == [model]
+
+
+def test_as_few_as_there_can_be_are_chosen_and_the_called_before_others() -> None:
+    encoder, decoder, head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)
+    autoencoder, classifier = nn.Sequential(encoder, decoder), nn.Sequential(encoder, head)
+    modules = [encoder, classifier, decoder, head, autoencoder]
+    assert covering(ids(encoder, decoder), modules, called=encoder) == [autoencoder]
+    assert covering(ids(encoder), modules, called=autoencoder) == [autoencoder]
+    assert covering(ids(encoder), modules, called=classifier) == [classifier]
+    assert set(covering(ids(encoder, decoder, head), modules, called=None)) == {autoencoder, classifier}
 
 
 # --- When ----------------------------------------------------------------------------------------
@@ -437,6 +467,18 @@ def test_a_script_that_watches_its_model_is_left_to_it(begin: Begin, tmp_path: P
     assert session.close() == "nothing was logged: the script watches its model itself"
     assert not session.watched
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_model_that_the_script_does_not_watch_is_not_written_among_those_it_does(
+    begin: Begin, tmp_path: Path
+) -> None:
+    session = begin()
+    model, other = nn.Linear(4, 4), net()
+    with tbhooks.watch(model, tmp_path / "mine", every=2):
+        train(lambda x: other(model(x)), sgd(model, other))
+    session.close()
+    assert paths(runs.read(tmp_path / "mine")) == ["(root)"]
+    assert paths(only_run(tmp_path)) == ["0", "1", "2", "(root)"]
 
 
 def test_so_is_one_that_does_it_after_its_model_was_found(begin: Begin, tmp_path: Path) -> None:
