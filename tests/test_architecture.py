@@ -290,7 +290,7 @@ def in_a_fresh_process(program: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("module", ["tbhooks", "tbhooks.plugin", "tbhooks.runs", "tbhooks.cli"])
+@pytest.mark.parametrize("module", ["tbhooks", "tbhooks.plugin", "tbhooks.runs", "tbhooks.cli", "tbhooks.running"])
 def test_torch_is_not_imported_before_it_is_needed(module: str) -> None:
     assert in_a_fresh_process(f"import sys, {module}; print('torch' in sys.modules)") == "False\n"
 
