@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import tbhooks
-from tbhooks import overview, page, rules, runs
+from tbhooks import overview, page, rules, running, runs
 from tbhooks.render import printable
 from tbhooks.runs import compare, digest
 
@@ -22,25 +22,46 @@ INTERRUPTED = 130
 # A run that is read in a moment needs no progress line.
 _WORTH_A_LINE = 64 << 20
 
+_EXAMPLES = """\
+examples:
+  tbhooks run train.py --lr 0.1           a training script as it is, watched
+  tbhooks report runs/train-...           what its run looks like, layer by layer
+  tbhooks check runs/train-...            what is wrong with it, for scripts: exit code 1 if there is an error
+  tbhooks demo                            a small CNN on handwritten digits
+
+In a script: tbhooks.watch(model, writer, every=100)
+
+exit codes: 0, or what the script of "run" exits with; 1 if "check" finds something that counts; 2 if what was
+asked for cannot be done; 130 after Ctrl-C.
+"""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="tbhooks",
         description="See what is happening inside a PyTorch model.",
-        epilog="In a script: tbhooks.watch(model, writer, every=100)",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"tbhooks {tbhooks.__version__}")
     verbs = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    verbs.add_parser("run", help="run a training script as it is, watched", add_help=False)
     _add_demo(verbs.add_parser("demo", help="train a small CNN on handwritten digits, watched"))
     _add_report(verbs.add_parser("report", help="what a run looks like, layer by layer, and what is wrong with it"))
     _add_check(verbs.add_parser("check", help="one line a finding; exit code 1 if there is one that counts"))
     _add_bench(verbs.add_parser("bench", help="what watching costs on this machine, with your model"))
     listing = verbs.add_parser("rules", help="what is looked for in a run")
     listing.set_defaults(verb=_rules)
-    options = parser.parse_args(arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words[:1] == ["run"]:
+        return running.main(words[1:])
+    options = parser.parse_args(words)
     code: int = options.verb(options)
     return code
+
+
+# --- demo ---------------------------------------------------------------------------------------------
 
 
 def _add_demo(demo: argparse.ArgumentParser) -> None:

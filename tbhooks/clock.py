@@ -241,7 +241,7 @@ class Clock:
                 if self._round.comes_again(id(optimizer)):
                     self.tick()
             if self.mode != "optimizer" or in_backward() or not self._round.is_late(id(optimizer)):
-                self._listener.before_optimizer(optimizer, _has_closure(args, kwargs))
+                self._listener.before_optimizer(optimizer, has_closure(args, kwargs))
         self._listener.raise_if_asked()
 
     @never_compiled
@@ -251,7 +251,7 @@ class Clock:
             if not parameters or self._inside.leave(id(optimizer)):
                 return
             self.optimizer_steps += 1
-            self._listener.after_optimizer(optimizer, _has_closure(args, kwargs))
+            self._listener.after_optimizer(optimizer, has_closure(args, kwargs))
             if self.mode != "optimizer":
                 return
             if in_backward():
@@ -329,7 +329,7 @@ class Clock:
             self._root = None
 
 
-def _has_closure(args: Any, kwargs: Any) -> bool:
+def has_closure(args: Any, kwargs: Any) -> bool:
     """Whether `optimizer.step` was given one; args[0] is the optimizer itself."""
     return any(value is not None for value in (*args[1:], kwargs.get("closure")))
 

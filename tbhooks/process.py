@@ -27,6 +27,13 @@ _prepared = threading.Event()
 SIGTERM_DEADLINE_S = 5.0
 
 
+def rank_and_world() -> tuple[int, int]:
+    """The number of this process and how many there are, as torchrun says before there is a process group."""
+    # It sets both; a stray RANK alone means nothing.
+    rank, world = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    return (int(rank), int(world)) if rank.isdecimal() and world.isdecimal() and int(world) > 1 else (0, 1)
+
+
 def prepare(is_of_a_job: bool) -> None:
     """To be called before a watch opens. A rank of a job dies of SIGTERM at once, also when it waits for another."""
     if not _prepared.is_set():

@@ -27,6 +27,7 @@ from tbhooks import agreement, exchange, shards
 from tbhooks.errors import ArgumentError
 from tbhooks.exchange import Merged, Reader, Table, Writer
 from tbhooks.pending import Pending
+from tbhooks.process import rank_and_world
 from tbhooks.report import Report
 
 LOCAL, MERGE = WAYS = ("local", "merge")
@@ -74,18 +75,12 @@ def this_rank() -> int:
     """The number of this process among those of the job; 0 where there is only one."""
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank()
-    return _from_environment()[0]
-
-
-def _from_environment() -> tuple[int, int]:
-    # torchrun sets both before the process group exists; a stray RANK alone means nothing.
-    rank, world = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
-    return (int(rank), int(world)) if rank.isdecimal() and world.isdecimal() and int(world) > 1 else (0, 1)
+    return rank_and_world()[0]
 
 
 def is_of_a_job() -> bool:
     """Whether there are other ranks, or will be."""
-    return shards.are_several() or _from_environment()[1] > 1
+    return shards.are_several() or rank_and_world()[1] > 1
 
 
 def restarts() -> int:
@@ -100,7 +95,7 @@ def join(described: agreement.Described, first_step: int) -> Place:
     `first_step` is the number the first rank counts from, which all take over.
     """
     if not (distributed.is_available() and distributed.is_initialized()):
-        if _from_environment()[1] > 1:
+        if rank_and_world()[1] > 1:
             raise ArgumentError('ranks="merge" needs the process group: call init_process_group() before watch()')
         return Place(first_step=first_step, wants_team=True)
     rank, world = distributed.get_rank(), distributed.get_world_size()

@@ -316,7 +316,7 @@ def test_importing_the_package_after_torch_takes_next_to_no_time() -> None:
     assert not {name.partition(".")[0] for name in names} & {"tensorboard", "google", *NEVER_IMPORTED_BY_DEFAULT}
 
 
-@pytest.mark.parametrize("module", ["tbhooks", "tbhooks.plugin", "tbhooks.runs", "tbhooks.cli"])
+@pytest.mark.parametrize("module", ["tbhooks", "tbhooks.plugin", "tbhooks.runs", "tbhooks.cli", "tbhooks.running"])
 def test_torch_is_not_imported_before_it_is_needed(module: str) -> None:
     assert in_a_fresh_process(f"import sys, {module}; print('torch' in sys.modules)") == "False\n"
 

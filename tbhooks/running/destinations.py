@@ -1,0 +1,118 @@
+"""Where the runs of a script's models go: into the script's own SummaryWriter, or a directory.
+
+One model is written where the script writes. Of several, each has a directory of its own below, which TensorBoard
+shows as a run of its own: in one run their numbers would mix wherever names are the same.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tbhooks.frame import Frame
+from tbhooks.running.command import Target
+from tbhooks.sinks.tensorboard import TensorBoardSink
+from tbhooks.sinks.writers import drain_first
+
+
+class Destinations:
+    """Knows every writer the script has made, and the directory that is taken if it made none."""
+
+    def __init__(self, logdir: str | None, target: Target, start: Path) -> None:
+        """`start` is the directory the script was started in, which it may have left."""
+        self._asked = None if logdir is None else start / Path(logdir).expanduser()
+        self._own = start / "runs" / f"{_name(target, start)}-{time.strftime('%Y%m%d-%H%M%S')}"
+        self._taken: Path | None = None
+        self._writers: list[weakref.ref[Any]] = []
+
+    def writer_made(self, writer: Any, drain: Callable[[], None]) -> None:
+        """Tells of a SummaryWriter; whatever is on its way comes before the script flushes or closes it."""
+        self._writers.append(weakref.ref(writer))
+        drain_first(writer, drain)
+
+    def of(self, name: str) -> Any:
+        """A writer or a directory for a model, below the others' if it has a name."""
+        writer = self._writer()
+        if not name:
+            return self._directory() if writer is None else writer
+        base = self._directory() if writer is None else Path(_directory_of(writer)).absolute()
+        return base / name
+
+    def _writer(self) -> Any:
+        """The first that the script made, if it is where the user wants the run."""
+        for writer in filter(None, (reference() for reference in self._writers)):
+            if self._asked is None or Path(_directory_of(writer)).absolute() == self._asked:
+                return writer
+        return None
+
+    def _directory(self) -> Path:
+        if self._asked is not None:
+            return self._asked
+        directory, times = self._own, 1
+        while directory.exists() and directory != self._taken:
+            times += 1
+            directory = self._own.with_name(f"{self._own.name}-{times}")
+        self._taken = directory
+        return directory
+
+
+def _directory_of(writer: Any) -> str:
+    return str(getattr(writer, "log_dir", None) or writer.logdir)
+
+
+def _name(target: Target, start: Path) -> str:
+    if target.module is not None:
+        return target.module
+    path = start / (target.path or "")
+    return path.parent.name if path.name == "__main__.py" else path.stem
+
+
+def is_made_by_us() -> bool:
+    """Whether the constructor that is being told of was called by tbhooks itself."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("tbhooks.running."):
+        frame = frame.f_back
+    return bool(frame.f_globals.get("__name__", "").startswith("tbhooks."))
+
+
+class Destination:
+    """A sink that opens when there is something to write: until then the script may make its writer."""
+
+    def __init__(self, destinations: Destinations, name: str, is_unwanted: Callable[[], bool]) -> None:
+        self.name = name
+        self.is_muted = False
+        """Whether the script watches the model itself, so that nothing is written."""
+        self._destinations = destinations
+        self._is_unwanted = is_unwanted
+        self._sink: TensorBoardSink | None = None
+
+    @property
+    def directory(self) -> str | None:
+        """The run's, once something was written."""
+        return None if self._sink is None else self._sink.destination
+
+    def last_step(self) -> int | None:
+        return self._open().last_step()
+
+    def write(self, frame: Frame) -> None:
+        if self._sink is None and (self.is_muted or self._is_unwanted()):
+            self.is_muted = True
+        else:
+            self._open().write(frame)
+
+    def flush(self) -> None:
+        if self._sink is not None:
+            self._sink.flush()
+
+    def close(self) -> None:
+        if self._sink is not None:
+            self._sink.close()
+
+    def _open(self) -> TensorBoardSink:
+        if self._sink is None:
+            self._sink = TensorBoardSink(self._destinations.of(self.name))
+        return self._sink

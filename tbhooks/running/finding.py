@@ -1,0 +1,130 @@
+"""Finds the models a script trains: told of its optimizers, it waits for the first forward of what they step.
+
+One global hook waits for that forward, and is gone before the model runs; then the forward path is as it was. Where
+anything is compiled there is no global hook at all, as it would be compiled too: models are found when they can be.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from tbhooks.clock import has_closure
+from tbhooks.report import logger
+from tbhooks.running.covering import covering, live_modules
+
+if TYPE_CHECKING:
+    from tbhooks.handle import Watch
+
+
+class Finder:
+    """Calls `found` with the outermost modules that optimizers train, all that are known at a time together."""
+
+    def __init__(self, found: Callable[[list[nn.Module]], list[Watch]], at_once: bool) -> None:
+        self.steps = 0
+        """How often one stepped whose model had not been found."""
+        self._found = found
+        self._at_once = at_once
+        self._handles: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = weakref.WeakKeyDictionary()
+        """Of optimizers whose models are still looked for."""
+        self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._leftover: list[RemovableHandle] = []
+        self._strangers: set[int] = set()
+        """The ids of modules that no optimizer trains."""
+        self._wanted: frozenset[int] = frozenset()
+        self._waiting: RemovableHandle | None = None
+
+    def made(self, optimizer: Optimizer) -> None:
+        """Tells of a new optimizer; some tell of themselves twice."""
+        if optimizer in self._handles:
+            return
+        self._handles[optimizer] = optimizer.register_step_pre_hook(self._steps)
+        self._strangers = set()
+        self._look_out()
+
+    def something_is_compiled(self) -> None:
+        """From now on hooks are to be on a model before it is called."""
+        self._at_once = True
+        self._look_out()
+
+    def stop(self) -> None:
+        """Leaves no hook anywhere."""
+        self._stop_waiting()
+        for handle in (*self._handles.values(), *self._leftover):
+            handle.remove()
+        self._handles.clear()
+        self._leftover = []
+
+    def _look_out(self) -> None:
+        self._wanted = self._parameters()
+        if self._at_once:
+            self._stop_waiting()
+            self._decide(None)
+        elif self._waiting is None and self._handles:
+            self._waiting = register_module_forward_pre_hook(self._forward_begins)
+
+    def _parameters(self) -> frozenset[int]:
+        groups = [group for optimizer in list(self._handles) for group in optimizer.param_groups]
+        return frozenset(id(parameter) for group in groups for parameter in group["params"])
+
+    def _stop_waiting(self) -> None:
+        if self._waiting is not None:
+            self._waiting.remove()
+            self._waiting = None
+
+    def _forward_begins(self, module: nn.Module, _args: Any) -> None:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or id(module) in self._strangers:
+            return
+        with self._guarded():
+            if any(id(parameter) in self._wanted for parameter in module.parameters()):
+                self._decide(module)
+            else:
+                self._strangers.update(map(id, module.modules()))
+
+    def _steps(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Before a step of an optimizer whose model has not been found.
+
+        With a closure the forward comes inside the step, which is to be watched from its beginning. Without one it
+        has been, before the optimizer was made: the next forward will tell. The second time it shows that weights are
+        used without the module around them.
+        """
+        if optimizer not in self._handles:
+            return
+        self.steps += 1
+        if optimizer in self._stepped or has_closure(args, kwargs):
+            with self._guarded():
+                for watching in self._decide(None, stepping=optimizer):
+                    watching._loop.clock._before(optimizer, args, kwargs)
+        self._stepped.add(optimizer)
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """What goes wrong here is ours, and not the script's; nothing is looked for after that."""
+        try:
+            yield
+        except Exception as problem:
+            self._stop_waiting()
+            self._leftover += self._handles.values()
+            self._handles.clear()
+            logger.error("finding the model: %s: %s", type(problem).__name__, problem)
+
+    def _decide(self, called: nn.Module | None, stepping: Optimizer | None = None) -> list[Watch]:
+        models = covering(self._parameters(), live_modules(), called)
+        if not models and stepping is None:
+            return []  # perhaps when it steps
+        self._stop_waiting()
+        for optimizer, handle in list(self._handles.items()):
+            if optimizer is stepping:  # torch is walking through its hooks
+                self._leftover.append(handle)
+            else:
+                handle.remove()
+        self._handles.clear()
+        return self._found(models)
