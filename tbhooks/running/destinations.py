@@ -15,8 +15,8 @@ from typing import Any
 
 from tbhooks.frame import Frame
 from tbhooks.running.command import Target
+from tbhooks.sinks.draining import drain_first
 from tbhooks.sinks.tensorboard import TensorBoardSink
-from tbhooks.sinks.writers import drain_first
 
 
 class Destinations:
@@ -32,7 +32,7 @@ class Destinations:
     def writer_made(self, writer: Any, drain: Callable[[], None]) -> None:
         """Tells of a SummaryWriter; whatever is on its way comes before the script flushes or closes it."""
         self._writers.append(weakref.ref(writer))
-        drain_first(writer, drain)
+        drain_first(writer, drain, before=("flush", "close"))
 
     def of(self, name: str) -> Any:
         """A writer or a directory for a model, below the others' if it has a name."""
