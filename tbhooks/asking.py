@@ -6,17 +6,19 @@ The watch is the only one who has these methods; they are here for the length of
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
+from torch import nn
 
-from tbhooks import stats
+from tbhooks import arguments, stats
 from tbhooks.exhibits import Exhibit
 from tbhooks.frame import Frame
 from tbhooks.loop import Loop
-from tbhooks.onlookers import Onlooker
+from tbhooks.onlookers import Onlooker, pictures
 from tbhooks.pump import Pump
 from tbhooks.ranks import Place
 from tbhooks.report import Report
@@ -30,9 +32,24 @@ class Asking:
     _place: Place
     _report: Report
     _idle: bool
+    _model: weakref.ref[nn.Module]
 
     def _check_usable(self) -> None:
         raise NotImplementedError
+
+    def images(self, pattern: Any = None, *, every: int | None = None, most_bytes: int = pictures.MOST_BYTES) -> Self:
+        """Pictures in TensorBoard's IMAGES tab: outputs of the modules that `pattern` means (whatever `include` takes),
+        and filters of their convolutions over 1 or 3 channels. Without it, the input batch and the first convolution.
+
+        Taken in each of the first 10 logged steps, then half as often with every doubling; `every` is a number of
+        logged steps instead. At most `most_bytes` of numbers are taken of a step; `stats.unseen` says what is not.
+        """
+        self._check_usable()
+        every = None if every is None else arguments.whole_number("every", every)
+        most, model = arguments.whole_number("most_bytes", most_bytes), self._model()
+        if model is None:
+            return self
+        return self._let_look_on(pictures.of_model(model, pattern, self._report, every, most))
 
     def _let_look_on(self, onlooker: Onlooker) -> Self:
         """It looks at logged steps from now on; on the first rank, which writes."""

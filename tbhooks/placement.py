@@ -44,6 +44,8 @@ class Placement:
         # that was loaded with its hooks may hold any number that torch will yet give out.
         self._key = -1 - RemovableHandle(OrderedDict()).id
         told.gate.get_ready = self._give_tickets
+        if functional is not None:
+            functional.show = onlookers.saw
 
     def _give_tickets(self) -> None:
         for hook in self.hooks.values():
