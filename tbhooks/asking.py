@@ -15,10 +15,11 @@ import numpy as np
 from torch import nn
 
 from tbhooks import arguments, stats
+from tbhooks.errors import ArgumentError, check_names
 from tbhooks.exhibits import Exhibit
 from tbhooks.frame import Frame
 from tbhooks.loop import Loop
-from tbhooks.onlookers import Onlooker, pictures
+from tbhooks.onlookers import Onlooker, channels, pictures
 from tbhooks.pump import Pump
 from tbhooks.ranks import Place
 from tbhooks.report import Report
@@ -50,6 +51,25 @@ class Asking:
         if model is None:
             return self
         return self._let_look_on(pictures.of_model(model, pattern, self._report, every, most))
+
+    def per_channel(self, pattern: Any, *, kinds: Sequence[str] = channels.KINDS, histograms: bool = False) -> Self:
+        """Statistics and histograms of each output channel of convolutions, linear layers and norms, of each kernel
+        of their weights, and of each head of attention, for the modules that `pattern` means.
+
+        TensorBoard's TBHOOKS tab shows them as maps of channels by steps, `runs.read(...).channels` gives them
+        back. `histograms` adds ordinary ones for the first 64 channels of a layer, under tags such as
+        `activation/conv1[3]`, on steps that take histograms.
+        """
+        self._check_usable()
+        asked = (kinds,) if isinstance(kinds, str) else tuple(kinds)
+        check_names("kind", asked, channels.KINDS)
+        if not asked or not isinstance(histograms, bool):
+            raise ArgumentError(f"per_channel takes kinds, and histograms=True or False, not {kinds!r}, {histograms!r}")
+        model = self._model()
+        if model is None:
+            return self
+        recorder = self._loop.recorder
+        return self._let_look_on(channels.of_model(model, pattern, asked, histograms, recorder, self._report))
 
     def _let_look_on(self, onlooker: Onlooker) -> Self:
         """It looks at logged steps from now on; on the first rank, which writes."""

@@ -10,27 +10,33 @@ from typing import Any, NamedTuple
 
 from tensorboard.compat.proto import summary_pb2
 
-from tbhooks.exhibits import Exhibit, Picture, Text
-from tbhooks.sinks import pictures, texts
+from tbhooks.exhibits import Channels, Exhibit, Picture, Text
+from tbhooks.sinks import channels, pictures, texts
+from tbhooks.sinks.tensors import Layout
 
 
 class Run(NamedTuple):
-    """Where a run lies, the step that is being written, and what takes the bytes of an event of its own."""
+    """Where a run lies, the step that is being written, and what takes the bytes of an event of its own.
+
+    The layouts are those of the run's frame tensors so far, by kind.
+    """
 
     directory: str
     time: float
     step: int
     send: Callable[[bytes], None]
+    layouts: dict[str, Layout]
 
 
 Write = Callable[[Any, summary_pb2.Summary, Run], None]
 WRITERS: dict[type, Write] = {
     Text: texts.write,
     Picture: pictures.write,
+    Channels: channels.write,
 }
 
 
 def write(exhibits: Iterable[Exhibit], summary: summary_pb2.Summary, run: Run) -> None:
     """Into the summary of the step's event, or beside it."""
-    for exhibit in exhibits:
+    for exhibit in channels.joined(exhibits):
         WRITERS[type(exhibit)](exhibit, summary, run)
