@@ -19,10 +19,11 @@ from tbhooks.errors import ArgumentError, check_names
 from tbhooks.exhibits import Exhibit
 from tbhooks.frame import Frame
 from tbhooks.loop import Loop
-from tbhooks.onlookers import Onlooker, channels, pictures
+from tbhooks.onlookers import Onlooker, channels, embeddings, pictures
 from tbhooks.pump import Pump
 from tbhooks.ranks import Place
 from tbhooks.report import Report
+from tbhooks.sinks import Sink
 
 
 class Asking:
@@ -33,6 +34,7 @@ class Asking:
     _place: Place
     _report: Report
     _idle: bool
+    _sinks: tuple[Sink, ...]
     _model: weakref.ref[nn.Module]
 
     def _check_usable(self) -> None:
@@ -70,6 +72,33 @@ class Asking:
             return self
         recorder = self._loop.recorder
         return self._let_look_on(channels.of_model(model, pattern, asked, histograms, recorder, self._report))
+
+    def embeddings(
+        self, pattern: Any, labels: Any = None, thumbnails: Any = None, every: int | None = None,
+        most: int = embeddings.MOST,
+    ) -> Self:  # fmt: skip
+        """What the layers that `pattern` means make of each sample, as points in TensorBoard's PROJECTOR tab.
+
+        `labels` and `thumbnails` (pictures of 1 or 3 channels) are a call without arguments that gives those of the
+        current batch, an argument's name of the model's forward, or a tensor or list for a batch that is always the
+        same. A point is a sample's mean over positions. At most 256 samples of a logged step are taken, and at most
+        `most` of all since the last entry kept. An entry is made at the logged steps 0, 1, 2, 4, 8 and so on, or
+        every so many; up to 20 a layer. Only for local directories.
+        """
+        self._check_usable()
+        every = None if every is None else arguments.whole_number("every", every)
+        most, model = arguments.whole_number("most", most), self._model()
+        if model is None:
+            return self
+        self._note_where_files_go()
+        given = labels, thumbnails
+        return self._let_look_on(embeddings.of_model(model, pattern, given, every, most, self._report))
+
+    def _note_where_files_go(self) -> None:
+        for sink in self._sinks:
+            where = getattr(sink, "destination", "")
+            if "://" in where:
+                self._report.tell(f"embeddings are files beside a run in a local directory: {where} gets none")
 
     def _let_look_on(self, onlooker: Onlooker) -> Self:
         """It looks at logged steps from now on; on the first rank, which writes."""

@@ -145,3 +145,11 @@ def _write(row: Pixels, text: str, left: int, colour: Sequence[int]) -> None:
         start = left + i * _LETTER * _ZOOM
         area = row[6 : 6 + len(marks), start : start + marks.shape[1]]
         area[marks[:, : area.shape[1]]] = colour
+
+
+def thumbnails_of(pictures: NDArray[Any]) -> Pixels:
+    """[n, channels, height, width] of one or three channels, or without channels, on one scale from black to white."""
+    values = (pictures if pictures.ndim == 4 else pictures[:, None]).astype(np.float64)
+    levels = Scale.of(values).levels(values)
+    pixels = _GREYS[levels, 0].transpose(0, 2, 3, 1)
+    return np.ascontiguousarray(np.broadcast_to(pixels, (*pixels.shape[:3], 3)))

@@ -136,6 +136,9 @@ class PerChannel:
         if len(shown) < len(by_channel):
             self._report.cannot_see(f"per_channel/{name}", f"{MOST_CHANNELS} of {len(by_channel)} channels are counted")
         sums = self._sums.setdefault((kind, name, word), Sums(len(shown)))
+        if len(shown) != sums.channels or len(sums.pieces) >= MOST_CALLS:
+            why = f"calls with other channels than the first, or past {MOST_CALLS} parts of a step, are not counted"
+            self._report.cannot_see(f"per_channel/{name}", why)
         if shown.numel() == 0 or len(shown) != sums.channels or len(sums.pieces) >= MOST_CALLS:
             return
         with torch.no_grad(), torch.autocast(shown.device.type, enabled=False):
@@ -199,7 +202,7 @@ def reduce_channels(matrix: Tensor, sums: Sums, with_buckets: bool) -> None:
 
 def _add_counts(sums: Sums, counts: Tensor | None) -> None:
     if counts is not None:
-        sums.counts = counts if sums.counts is None else sums.counts.add_(counts)
+        sums.counts = counts if sums.counts is None else sums.counts + counts
 
 
 _Pieces = list[tuple[Attached, int, bool]]

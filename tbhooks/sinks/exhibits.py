@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from tensorboard.compat.proto import summary_pb2
 
-from tbhooks.exhibits import Channels, Exhibit, Picture, Text
-from tbhooks.sinks import channels, pictures, texts
+from tbhooks.exhibits import Channels, Embedding, Exhibit, Picture, Text
+from tbhooks.sinks import channels, pictures, projector, texts
 from tbhooks.sinks.tensors import Layout
 
 
@@ -33,6 +33,7 @@ WRITERS: dict[type, Write] = {
     Text: texts.write,
     Picture: pictures.write,
     Channels: channels.write,
+    Embedding: projector.write,
 }
 
 
