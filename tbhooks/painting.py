@@ -20,6 +20,8 @@ from tbhooks.stats import Floats
 # A picture is drawn about so wide, or so tall: small maps are enlarged, each number a square of pixels.
 WIDTH = 480
 GAP = 2
+THUMBNAIL = 24
+"""The least size that smaller thumbnails are enlarged to."""
 LOW, HIGH = 0.005, 0.995
 """The quantiles of its numbers that a scale spans: a few outliers would leave the rest one colour."""
 WHITE, INK = (255, 255, 255), (68, 1, 84)
@@ -151,5 +153,6 @@ def thumbnails_of(pictures: NDArray[Any]) -> Pixels:
     """[n, channels, height, width] of one or three channels, or without channels, on one scale from black to white."""
     values = (pictures if pictures.ndim == 4 else pictures[:, None]).astype(np.float64)
     levels = Scale.of(values).levels(values)
-    pixels = _GREYS[levels, 0].transpose(0, 2, 3, 1)
+    zoom = max(1, THUMBNAIL // max(values.shape[2:]))
+    pixels = _GREYS[levels, 0].transpose(0, 2, 3, 1).repeat(zoom, axis=1).repeat(zoom, axis=2)
     return np.ascontiguousarray(np.broadcast_to(pixels, (*pixels.shape[:3], 3)))
