@@ -83,7 +83,7 @@ def _grid(tiles: Pixels) -> Pixels:
     zoom = max(1, round(WIDTH / max(columns * wide, rows * tall)))
     larger = tiles.repeat(zoom, axis=1).repeat(zoom, axis=2)
     tall, wide = tall * zoom, wide * zoom
-    canvas = np.full((rows * (tall + GAP) - GAP, max(columns * (wide + GAP) - GAP, WIDTH // 2), 3), 255, np.uint8)
+    canvas = np.full((rows * (tall + GAP) - GAP, max(columns * (wide + GAP) - GAP, WIDTH - 2 * GAP), 3), 255, np.uint8)
     for place, tile in enumerate(larger):
         top, left = place // columns * (tall + GAP), place % columns * (wide + GAP)
         canvas[top : top + tall, left : left + wide] = tile
