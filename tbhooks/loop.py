@@ -101,6 +101,7 @@ class Loop:
             if self.probe.seen is not None and self.recorder.calls and not awaited:
                 if self.clock.mode != "optimizer":  # no optimizer will come to read them at
                     self.parameters.rest()
+                self.probe.onlookers.end(self.recorder)
                 self._pack(self.clock.count)
                 if self.clock.mode == "forward":
                     self._last_label = self.clock.count

@@ -221,6 +221,18 @@ def test_bytes_are_shown_as_inputs() -> None:
     assert "images.input/(root)" in shown
 
 
+def test_what_is_shown_is_what_was_there_before_others_overwrote_it() -> None:
+    class Overwriting(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).mean()
+
+    model = Overwriting(nn.Conv2d(3, 4, 3), nn.ReLU(inplace=True))
+    _, (shown,) = train(model, torch.randn(2, 3, 8, 8), lambda w: w.images("*"))
+    before, after = (shown[f"images.activation/{name}"].pixels for name in "01")
+    assert (before != after).any()
+    assert (after[:-30] == after.min((0, 1))).all(-1).any(), "half of it is zero"
+
+
 def test_evaluation_passes_and_recomputed_blocks_are_not_shown_twice() -> None:
     class Checkpointed(nn.Module):
         def __init__(self) -> None:
@@ -403,6 +415,16 @@ def test_wrong_arguments_are_refused_at_the_call(options: dict[str, Any], messag
     model = Net()
     with tbhooks.watch(model) as w, pytest.raises(tbhooks.ArgumentError, match=message):
         w.images(**options)
+
+
+def test_what_two_calls_ask_for_is_written_once(tmp_path: Path) -> None:
+    model = Net()
+    w = tbhooks.watch(model, tmp_path, every=1).images().images("*")
+    model(torch.rand(2, 3, 8, 8)).backward()
+    torch.optim.SGD(model.parameters(), lr=0.01).step()
+    w.close()
+    tags = [value.tag for _, value in images.values(tmp_path) if value.tag.startswith("images.")]
+    assert len(tags) == len(set(tags)) == 5
 
 
 def test_event_files_hold_pngs_that_others_can_read(tmp_path: Path) -> None:

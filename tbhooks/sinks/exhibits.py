@@ -5,7 +5,7 @@ Most become values of the step's own event; some need an event or files of their
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from tensorboard.compat.proto import summary_pb2
@@ -37,7 +37,17 @@ WRITERS: dict[type, Write] = {
 }
 
 
+def _once(exhibits: Iterable[Exhibit]) -> Iterator[Exhibit]:
+    """Of pictures that two calls asked for, one: an event has one value a tag."""
+    tags: set[str] = set()
+    for exhibit in exhibits:
+        if not isinstance(exhibit, Picture) or exhibit.tag not in tags:
+            yield exhibit
+        if isinstance(exhibit, Picture):
+            tags.add(exhibit.tag)
+
+
 def write(exhibits: Iterable[Exhibit], summary: summary_pb2.Summary, run: Run) -> None:
     """Into the summary of the step's event, or beside it."""
-    for exhibit in channels.joined(exhibits):
+    for exhibit in channels.joined(_once(exhibits)):
         WRITERS[type(exhibit)](exhibit, summary, run)
