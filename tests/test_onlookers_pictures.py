@@ -137,15 +137,22 @@ def test_pictures_of_nothing_or_one_number_are_drawn(values: np.ndarray[Any, Any
 
 
 def test_the_strip_says_the_range() -> None:
-    """The same range gives the same strip, another one another; numbers that differ in sight differ there."""
+    """Each end for itself: the same number gives the same letters, another one others."""
 
-    def strip(low: float, high: float) -> bytes:
-        pixels, _ = painting.painted(np.linspace(low, high, 10_000).reshape(1, 100, 100))
-        return pixels[-painting.STRIP :].tobytes()
+    def ends(low: float, high: float) -> tuple[bytes, bytes]:
+        pixels, scale = painting.painted(np.repeat([low, high], 5000).reshape(1, 100, 100))
+        assert (scale.low, scale.high) == (low, high)
+        strip = pixels[-painting.STRIP :]
+        written = (strip == painting.INK).all(-1)
+        assert written[:, :40].any()
+        assert written[:, -40:].any()
+        return written[:, :48].tobytes(), written[:, -48:].tobytes()
 
-    known = [(0.0, 1.0), (0.0, 2.0), (-1.0, 1.0), (1e-7, 3e-7), (-4e12, 5.5), (6.78, 9.1)]
-    assert len({strip(*ends) for ends in known}) == len(known)
-    assert strip(0.0, 1.0) == strip(0.0, 1.0)
+    numbers = [-4.5e12, -321.0, -1.0, 0.0, 1.5e-7, 0.26, 6.78, 9.0]
+    lows = {low: ends(low, 10.0)[0] for low in numbers}
+    highs = {high: ends(-1e13, high)[1] for high in numbers}
+    assert len(set(lows.values())) == len(set(highs.values())) == len(numbers)
+    assert ends(-1.0, 9.0) == (lows[-1.0], highs[9.0])
 
 
 def test_pictures_are_taken_of_the_first_steps_and_then_of_fewer() -> None:
@@ -231,6 +238,14 @@ def test_what_is_shown_is_what_was_there_before_others_overwrote_it() -> None:
     before, after = (shown[f"images.activation/{name}"].pixels for name in "01")
     assert (before != after).any()
     assert (after[:-30] == after.min((0, 1))).all(-1).any(), "half of it is zero"
+
+
+def test_a_step_that_is_cut_short_shows_what_it_saw() -> None:
+    model, kept = Net(), tbhooks.MemorySink()
+    w = tbhooks.watch(model, kept, every=1).images()
+    model(torch.rand(2, 3, 8, 8))
+    w.close()
+    assert len(pictures_of(kept.frames[0])) == 3
 
 
 def test_evaluation_passes_and_recomputed_blocks_are_not_shown_twice() -> None:
