@@ -257,6 +257,7 @@ def test_on_a_device_points_ride_in_the_one_copy() -> None:
 
 
 def test_compiled_models_give_the_same_points() -> None:
+    torch.compiler.reset()  # a model alike may have been compiled without hooks
     torch.manual_seed(0)
     model, kept, batch = nn.Sequential(nn.Linear(4, 3), nn.ReLU()), tbhooks.MemorySink(), torch.randn(5, 4)
     output = model[0](batch).detach().double().numpy()
