@@ -83,8 +83,8 @@ class Placement:
             self._functional.listens = True
 
     def put_on_anew(self) -> None:
-        """Somebody has begun to look on."""
-        if self._are_on:
+        """Somebody has begun to look on, perhaps at a model of which nothing else was to be seen."""
+        if self._are_on or self._told.gate.open:
             self.take_off()
             self.put_on()
 
