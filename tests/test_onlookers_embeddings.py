@@ -282,6 +282,16 @@ def test_all_who_look_on_at_one_layer_see_it() -> None:
     assert kinds == ["Picture", "Channels", "Channels", "Embedding", "Picture"]
 
 
+def test_a_run_that_is_elsewhere_than_in_a_directory_is_told_to_get_none() -> None:
+    class Remote(tbhooks.MemorySink):
+        destination = "s3://bucket/run"
+
+    model = Net()
+    with tbhooks.watch(model, Remote()) as w:
+        w.embeddings("encoder")
+        assert any("s3://bucket/run gets none" in message for message in w.stats.messages)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
