@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from itertools import repeat
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ MOST_LOGITS = 1 << 22
 FAINTEST = -87.0
 # What weights as faint as that may add up to.
 NO_ENTROPY = 1e-25
+# Of weights to look at, so many heads of one sample, and of long sequences some of the queries.
+MOST_HEADS, MOST_QUERIES = 16, 128
 
 
 def inside_softmax(args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Inside:
@@ -40,19 +42,71 @@ def inside_softmax(args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor
 
 def inside_attention(args: tuple[Any, ...], kwargs: dict[str, Any], _result: Tensor) -> Inside:
     """Of each query the largest logit over the keys, not all of them, and the entropy of its weights."""
+    asked = _asked(args, kwargs)
+    if asked is None:
+        return
+    with torch.no_grad(), torch.autocast(asked.query.device.type, enabled=False):
+        found = _per_query(*asked.tensors, asked.scale, asked.causal)
+    for part, numbers in zip(("logits", "entropy"), found, strict=True):
+        yield part, numbers.flatten(-3, -2) if asked.grouped else numbers
+
+
+def first_weights(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """What `scaled_dot_product_attention` weighs the values of its first sample by: [heads, some queries, keys]."""
+    asked = _asked(args, kwargs)
+    if asked is None:
+        return None
+    heads = 2 if asked.grouped else 1
+    query, key, mask = (_first_heads(tensor, heads) for tensor in asked.tensors)
+    assert query is not None
+    assert key is not None
+    rows = torch.arange(0, query.size(-2), -(-query.size(-2) // MOST_QUERIES), device=key.device)
+    with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
+        logits = torch.matmul(_at(query, rows).float() * asked.scale, key.float().transpose(-2, -1))
+        masked = _masked(logits, rows if asked.causal else None, None if mask is None else _at(mask, rows))
+        return torch.softmax(masked, -1)
+
+
+def _at(tensor: Tensor, rows: Tensor) -> Tensor:
+    """Those rows: evenly spaced, so that they are found without looking at their numbers."""
+    return tensor[..., :: -(-tensor.size(-2) // len(rows)), :]
+
+
+def _first_heads(tensor: Tensor | None, head_dimensions: int) -> Tensor | None:
+    if tensor is None:
+        return None
+    while tensor.dim() > 2 + head_dimensions:
+        tensor = tensor[0]
+    return tensor.reshape(-1, *tensor.shape[-2:])[:MOST_HEADS]
+
+
+class _Asked(NamedTuple):
+    """An attention as it was called, query, key and mask of one shape in front."""
+
+    query: Tensor
+    key: Tensor
+    mask: Tensor | None
+    scale: float
+    causal: bool
+    grouped: bool
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        return self.query, self.key, self.mask
+
+
+def _asked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Asked | None:
+    """None where there is nothing to attend to."""
     given = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False)) | kwargs
     query, key, mask = given["query"], given["key"], given.get("attn_mask")
     if query.numel() == 0 or key.numel() == 0:
-        return
+        return None
     scale = given.get("scale")
     scale = 1 / math.sqrt(query.size(-1)) if scale is None else scale
     grouped = given.get("enable_gqa", False) and query.size(-3) != key.size(-3)
     if grouped:
         query, key, mask = _by_group(query, key, mask)
-    with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
-        found = _per_query(*_of_one_shape(query, key, mask), scale, given.get("is_causal", False))
-    for part, numbers in zip(("logits", "entropy"), found, strict=True):
-        yield part, numbers.flatten(-3, -2) if grouped else numbers
+    return _Asked(*_of_one_shape(query, key, mask), scale, given.get("is_causal", False), grouped)
 
 
 INSIDE: dict[str, LookInside] = {"softmax": inside_softmax, "scaled_dot_product_attention": inside_attention}
@@ -97,19 +151,24 @@ def _per_query(query: Tensor, key: Tensor, mask: Tensor | None, scale: float, ca
 
 def _by_rows(query: Tensor, key: Tensor, mask: Tensor | None, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
     keys = key.float().transpose(-2, -1)
-    columns = torch.arange(key.size(-2), device=key.device)
     size = max(1, MOST_LOGITS // (math.prod(query.shape[:-2]) * key.size(-2)))
     parts = []
     for first in range(0, query.size(-2), size):
         logits = torch.matmul(query[..., first : first + size, :].float() * scale, keys)
-        if causal:
-            rows = torch.arange(first, first + logits.size(-2), device=key.device)
-            logits.masked_fill_(columns > rows.unsqueeze(-1), -math.inf)
-        if mask is not None:
-            part = mask[..., first : first + size, :]
-            logits = logits.masked_fill_(~part, -math.inf) if part.dtype is torch.bool else logits.add_(part)
+        rows = torch.arange(first, first + logits.size(-2), device=key.device) if causal else None
+        logits = _masked(logits, rows, None if mask is None else mask[..., first : first + size, :])
         parts.append((logits.amax(-1), _entropies(logits, -1)))
     return _joined(parts, -1)
+
+
+def _masked(logits: Tensor, causal_rows: Tensor | None, mask: Tensor | None) -> Tensor:
+    """In place. `causal_rows` are the positions of the queries, where no key behind its query counts."""
+    if causal_rows is not None:
+        columns = torch.arange(logits.size(-1), device=logits.device)
+        logits.masked_fill_(columns > causal_rows.unsqueeze(-1), -math.inf)
+    if mask is not None:
+        logits = logits.masked_fill_(~mask, -math.inf) if mask.dtype is torch.bool else logits.add_(mask)
+    return logits
 
 
 def _joined(parts: list[tuple[Tensor, Tensor]], dim: int) -> tuple[Tensor, Tensor]:

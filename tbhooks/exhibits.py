@@ -56,12 +56,15 @@ class Graph:
 
 @dataclass(frozen=True, eq=False)
 class Channels:
-    """One row and one histogram a channel of a module's output."""
+    """One row and one histogram a channel, or a head, of modules' outputs or of weights."""
 
-    path: str
     kind: str
+    names: tuple[tuple[str, str], ...]
+    """A module's or parameter's path, and the channel such as `[3]`."""
     values: Floats
     counts: Counts
+    drawn: frozenset[str] = frozenset()
+    """The paths whose histograms are also for readers, and not only for tools."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -30,6 +30,8 @@ OPTIONAL_KINDS = ("input", "functional")
 ALL_KINDS = KINDS + OPTIONAL_KINDS
 EVALUATION = "eval."
 """What comes before the kind of everything read in an evaluation pass."""
+CHANNEL = "channel."
+"""What comes before the kind where numbers are of single channels."""
 ROOT = "(root)"
 GRADIENT_NORM = "train.grad_norm"
 RAW_GRADIENT_NORM = "train.grad_norm_raw"

@@ -26,8 +26,11 @@ from tbhooks.rows import has_no_data
 
 Operation = Callable[..., Any]
 Given = tuple[tuple[Any, ...], dict[str, Any]]
-Saw = Callable[[str, str, Tensor], None]
-"""Gets the site's path such as "encoder.layer.0.attention:softmax", an index such as "" or "[1]", and the tensor."""
+Saw = Callable[[str, str, Tensor], bool | None]
+"""Gets the site's path such as "encoder.layer.0.attention:softmax", an index such as "" or "[1]", and the tensor; says
+whether somebody looks on."""
+Show = Callable[[str, str, str, Tensor], None]
+"""The same to those who look on, with the kind before the index."""
 
 # Calls of one operation within one forward of a module that have an index of their own.
 MOST_CALLS = 32
@@ -220,6 +223,8 @@ class Functional:
         """Changes when everything is forgotten, for the threads that did not forget it themselves."""
         self.listens = True
         """Whether anything is to be seen; a hook that was taken off may be called once more."""
+        self.show: Show | None = None
+        """For what only those want who look on."""
         self._saw = saw
         self._report = report
         self._local = threading.local()
@@ -265,9 +270,11 @@ class Functional:
                 for _, tensor in outputs.tensors(result)[:1]:
                     if not has_no_data(tensor):
                         index = call.index(name)
-                        self._saw(path, index, tensor)
+                        is_looked_at = self._saw(path, index, tensor)
                         if name in attention.INSIDE:
                             self._show_inside(path, index, tensor, attention.INSIDE[name], given)
+                        if is_looked_at and self.show is not None and name == "scaled_dot_product_attention":
+                            self._show_weights(self.show, path, index, given)
         except Exception as problem:
             self._broken.add(path)
             self._report.error(f"functional {path}", problem)
@@ -276,12 +283,22 @@ class Functional:
 
     def _show_inside(self, path: str, index: str, result: Tensor, look: attention.LookInside, given: Given) -> None:
         args, kwargs = given
-        for value in (result, *args, *kwargs.values()):
+        if self._can_compute(f"{path}.entropy", ((result, *args), kwargs)):
+            for part, inside in look(args, kwargs, result):
+                self._saw(f"{path}.{part}", index, inside)
+
+    def _show_weights(self, show: Show, path: str, index: str, given: Given) -> None:
+        weights = attention.first_weights(*given) if self._can_compute(f"{path}.weights", given) else None
+        if weights is not None:
+            show(f"{path}.weights", "functional", index, weights)
+
+    def _can_compute(self, name: str, given: Given) -> bool:
+        args, kwargs = given
+        for value in (*args, *kwargs.values()):
             if isinstance(value, Tensor) and not _is_plain(value):
-                self._report.cannot_see(f"{path}.entropy", f"not computed from a {type(value).__name__} like this")
-                return
-        for part, inside in look(args, kwargs, result):
-            self._saw(f"{path}.{part}", index, inside)
+                self._report.cannot_see(name, f"not computed from a {type(value).__name__} like this")
+                return False
+        return True
 
 
 def _is_traced() -> bool:

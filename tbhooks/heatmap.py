@@ -84,15 +84,16 @@ def png(levels: Bytes) -> bytes:
     rows = np.zeros((height, width + 1), dtype=np.uint8)
     rows[:, 1:] = levels
     return b"\x89PNG\r\n\x1a\n" + b"".join([
-        _chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 3, 0, 0, 0)),
-        _chunk(b"PLTE", PALETTE),
-        _chunk(b"tRNS", b"\xff" * _ABSENT + b"\x00"),
-        _chunk(b"IDAT", zlib.compress(rows.tobytes(), 9)),
-        _chunk(b"IEND", b""),
+        chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 3, 0, 0, 0)),
+        chunk(b"PLTE", PALETTE),
+        chunk(b"tRNS", b"\xff" * _ABSENT + b"\x00"),
+        chunk(b"IDAT", zlib.compress(rows.tobytes(), 9)),
+        chunk(b"IEND", b""),
     ])  # fmt: skip
 
 
-def _chunk(name: bytes, content: bytes) -> bytes:
+def chunk(name: bytes, content: bytes) -> bytes:
+    """A part of a PNG file."""
     return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
 
 

@@ -106,6 +106,18 @@ def reduce_all(jobs: Sequence[Job]) -> None:
     library.tbhooks_reduce_all(table.ctypes.data, len(jobs), torch.get_num_threads())
 
 
+def reduce_rows(matrix: Tensor, rows: Tensor, counts: Tensor | None) -> None:
+    """The same for each row of a matrix that can be read; both results have as many rows."""
+    size, first = matrix.size(1), job(matrix, rows.data_ptr(), NOWHERE if counts is None else counts.data_ptr())
+    data, _, _, _, code, row, count = first
+    row_step = rows.size(1) * rows.itemsize
+    count_step = 0 if counts is None else counts.size(1) * counts.itemsize
+    reduce_all([
+        (data + i * size * matrix.itemsize, NOWHERE, NOWHERE, size, code, row + i * row_step, count + i * count_step)
+        for i in range(len(matrix))
+    ])  # fmt: skip
+
+
 def find_alive(numbers: Tensor, unit_dimension: int, alive: Tensor) -> None:
     """Sets `alive`, float32, to 1 for each unit of which any number is not zero."""
     assert library is not None

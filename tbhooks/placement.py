@@ -44,6 +44,8 @@ class Placement:
         # that was loaded with its hooks may hold any number that torch will yet give out.
         self._key = -1 - RemovableHandle(OrderedDict()).id
         told.gate.get_ready = self._give_tickets
+        if functional is not None:
+            functional.show = onlookers.saw
 
     def _give_tickets(self) -> None:
         for hook in self.hooks.values():
@@ -81,8 +83,8 @@ class Placement:
             self._functional.listens = True
 
     def put_on_anew(self) -> None:
-        """Somebody has begun to look on."""
-        if self._are_on:
+        """Somebody has begun to look on, perhaps at a model of which nothing else was to be seen."""
+        if self._are_on or self._told.gate.open:
             self.take_off()
             self.put_on()
 

@@ -218,17 +218,15 @@ class Probe:
         if recorder is not self.evaluation and self.seen is not None:
             self.seen.called.add(hook.path)
 
-    def _saw_functional(self, path: str, index: str, tensor: Tensor) -> None:
+    def _saw_functional(self, path: str, index: str, tensor: Tensor) -> bool:
         hook = self.placement.hooks.get(path.rpartition(":")[0])
-        if hook is None or not hook.reads_operations or in_backward():
-            return
-        recorder = self._destination()
-        if recorder is not None and not recorder.overflowed:
-            reduce_and_note(recorder, recorder.number(Site(path, "functional", index)), tensor, self._report)
-            if hook.shows_outputs and recorder is self._recorder:
-                self._show(path, "functional", index, tensor)
-            if path.endswith(RECTIFIED) and recorder is not self.evaluation:
-                self.units.see(f"functional/{path}{index}", tensor)
+        recorder = None if hook is None or not hook.reads_operations or in_backward() else self._destination()
+        if hook is None or recorder is None or recorder.overflowed:
+            return False
+        reduce_and_note(recorder, recorder.number(Site(path, "functional", index)), tensor, self._report)
+        if path.endswith(RECTIFIED) and recorder is not self.evaluation:
+            self.units.see(f"functional/{path}{index}", tensor)
+        return hook.shows_outputs and recorder is self._recorder and self._show(path, "functional", index, tensor)
 
     def saw_gradient(self, hook: GradientHook, gradient: Tensor) -> None:
         seen = self.seen
@@ -367,11 +365,13 @@ class Probe:
         if hook.shows_outputs:
             self._show(hook.path, "activation", index, tensor)
 
-    def _show(self, path: str, kind: str, index: str, tensor: Tensor) -> None:
-        """To those who look on: what of it is on this rank."""
+    def _show(self, path: str, kind: str, index: str, tensor: Tensor) -> bool:
+        """To those who look on: what of it is on this rank, if anything is."""
         local = shards.here(tensor)
-        if local is not None and not has_no_data(local):
-            self.onlookers.saw(path, kind, index, local)
+        if local is None or has_no_data(local):
+            return False
+        self.onlookers.saw(path, kind, index, local)
+        return True
 
     def _place(self, seen: Seen, tensor: Tensor) -> GradientHook:
         hook = GradientHook(self, seen, tensor._is_view())

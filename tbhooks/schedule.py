@@ -8,6 +8,12 @@ from dataclasses import dataclass
 HISTOGRAMS_IN_FULL = 100
 
 
+def thinned(logged: int, in_full: int) -> bool:
+    """Whether the n-th logged step, counted from 0, is one of those that are taken: all of the first, then fewer."""
+    doublings = (logged // in_full).bit_length()
+    return logged % (1 << doublings) == 0
+
+
 @dataclass(frozen=True)
 class Schedule:
     """Which steps are logged, and which of those take histograms."""
@@ -21,6 +27,5 @@ class Schedule:
     def takes_histograms(self, logged: int) -> bool:
         """Whether the n-th logged step does, counted from 0."""
         if self.histograms is True:
-            doublings = (logged // HISTOGRAMS_IN_FULL).bit_length()
-            return logged % (1 << doublings) == 0
+            return thinned(logged, HISTOGRAMS_IN_FULL)
         return self.histograms is not False and logged % self.histograms == 0

@@ -89,10 +89,7 @@ class Selector:
         self._include = _patterns("include", include)
         self._exclude = _patterns("exclude", exclude)
         modules = walk(model).by_path
-        for pattern in self._include:
-            if not any(_matches(pattern, path, module) for path, module in modules.items()):
-                shown = pattern.rstrip(".*") if isinstance(pattern, str) else str(pattern)
-                raise ArgumentError(f"include={pattern!r} matches no module of this model: {nearest(shown, modules)}")
+        _check_each_matches("include", self._include, modules)
         if not self.choose(modules):
             raise ArgumentError(f"exclude={exclude!r} leaves no module of this model to watch")
 
@@ -105,6 +102,20 @@ class Selector:
     def _chosen(self, path: str, module: nn.Module) -> bool:
         wanted = not self._include or any(_matches(pattern, path, module) for pattern in self._include)
         return wanted and not any(_matches(pattern, path, module) for pattern in self._exclude)
+
+
+def choice(argument: str, given: object, model: nn.Module) -> Matcher:
+    """Tells which modules are meant by what may be given as `include`; each part of it has to mean some."""
+    patterns = _patterns(argument, given)
+    _check_each_matches(argument, patterns, walk(model).by_path)
+    return lambda path, module: any(_matches(pattern, path, module) for pattern in patterns)
+
+
+def _check_each_matches(argument: str, patterns: tuple[Pattern, ...], modules: dict[str, nn.Module]) -> None:
+    for pattern in patterns:
+        if not any(_matches(pattern, path, module) for path, module in modules.items()):
+            shown = pattern.rstrip(".*") if isinstance(pattern, str) else str(pattern)
+            raise ArgumentError(f"{argument}={pattern!r} matches no module of this model: {nearest(shown, modules)}")
 
 
 def _patterns(argument: str, given: object) -> tuple[Pattern, ...]:

@@ -244,6 +244,23 @@ def _quick(rank: int, steps: int) -> tuple[Any, nn.Module]:
     return w, model
 
 
+def looked_on(rank: int, wrap: str) -> tuple[list[list[Any]], int, tuple[str, ...], list[bytes]]:
+    """A training with everybody looking on: what was shown in each step, what went wrong, and the weights."""
+    model = make_model()
+    called = WRAPS[wrap](model)
+    kept = tbhooks.MemorySink()
+    w = tbhooks.watch(called, kept, 1)
+    w.images("up").per_channel(["up", "down"]).embeddings("head", labels=lambda: list("abcd"), every=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        loss_of(called(batch(step, batch_of(rank, wrap, distributed.get_world_size())))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    w.close()
+    shown = [list(frame.exhibits) for frame in kept.frames]
+    return shown, w.stats.errors, w.stats.messages, [zoo.raw(_all_of(parameter)) for parameter in model.parameters()]
+
+
 def told(rank: int, watching: Any) -> tuple[list[int], tuple[str, ...], list[float]]:
     """The steps in the history, what was said, and of how many ranks each frame is."""
     frames = list(watching.history)

@@ -103,6 +103,12 @@ def test_what_it_sees_is_what_the_module_returned() -> None:
         np.testing.assert_array_equal(step[0][2], output.numpy())
 
 
+def test_it_sees_the_first_step_of_a_model_without_other_hooks() -> None:
+    looker = Looker("0", inputs="(root)")
+    trained(zoo.ZOO["mlp"], looker, kinds=("weight",))
+    assert [names(step) for step in looker.steps] == [["input/(root)", "activation/0"]] * 3
+
+
 def test_it_rides_in_the_one_copy_of_the_step() -> None:
     looker = Looker("0", "2", inputs="(root)")
     counts: list[int] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from tbhooks.exchange import RANKS
+from tbhooks.exhibits import Channels
 from tests import jobs, twin
 from tests.fleet import Fleet
 
@@ -82,3 +84,33 @@ def test_merged_numbers_are_those_of_one_process_with_all_batches_and_training_i
         twin.assert_frame_equals(frame, expected[frame.step])
     for other in others:
         assert [frame.values.tobytes() for frame in other] == [frame.values.tobytes() for frame in one]
+
+
+# Those who look on. ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wrap", "up"),
+    [
+        ("fsdp", 16),
+        pytest.param("tensor_parallel", 8, marks=pytest.mark.slow),
+        pytest.param("ddp", 16, marks=pytest.mark.slow),
+    ],
+)
+def test_of_a_model_in_pieces_the_first_rank_shows_what_it_holds(
+    wrap: str, up: int, tmp_path: Path, fleet: Fleet
+) -> None:
+    ranks = fleet.values(jobs.looked_on, 2, tmp_path, wrap)
+    for rank, (shown, errors, messages, weights) in enumerate(ranks):
+        assert not errors, messages
+        assert weights == ranks[0][3]
+        if rank:
+            assert shown in ([], [[], []])
+            continue
+        for step in shown:
+            found = {each.kind: each for each in step if isinstance(each, Channels)}
+            counted = {kind: Counter(path for path, _ in each.names) for kind, each in found.items()}
+            assert counted["activation"]["up"] == up
+            assert {type(each).__name__ for each in step} >= {"Picture", "Channels", "Embedding"}
+            if wrap != "tensor_parallel":  # there its summands are on several ranks
+                assert counted["activation"]["down"] == 7

@@ -18,6 +18,7 @@ from tbhooks.heatmap import Scale
 from tbhooks.history import History
 from tbhooks.notebook import drawing
 from tbhooks.notebook.over_time import grid_of
+from tbhooks.painting import columns_of
 from tbhooks.render import is_wide, names_of, printable
 from tbhooks.stats import Floats
 
@@ -214,7 +215,7 @@ def image_grid(
     if not (isinstance(most, int) and most >= 1):
         raise ArgumentError(f"most is the largest number of tiles, at least 1, not {most!r}")
     shown = maps[:most]
-    columns = _columns(len(shown), maps.shape[1] / maps.shape[2])
+    columns = columns_of(len(shown), maps.shape[1] / maps.shape[2])
     tall, wide = maps.shape[1], maps.shape[2]
     tile = (width - 0.8) / columns
     gap = LABEL_HEIGHT / tile * wide  # in pixels of the maps, as everything on the axis
@@ -261,13 +262,6 @@ def _maps(tensor: Any, sample: int) -> Floats:
             raise ArgumentError(f"sample is one of the {len(array)} there are, counted from 0, not {sample!r}")
         array = array[sample]
     return array if array.ndim == 3 else array[None]
-
-
-def _columns(tiles: int, tallness: float) -> int:
-    """About a third wider than tall, and as few places left empty as can be."""
-    ideal = round(float(np.sqrt(tiles * tallness * 1.3)))
-    near = range(min(max(ideal + 2, 1), tiles), max(ideal - 3, 0), -1)
-    return min(near, key=lambda columns: -tiles % columns + abs(columns - ideal) / 2)
 
 
 def _range_of(maps: Floats) -> tuple[Scale, str]:

@@ -54,10 +54,11 @@ class Onlookers:
         self._all = (*self._all, onlooker)
 
     def wants(self, path: str, module: nn.Module) -> bool:
-        return any(onlooker.wants(path, module) for onlooker in self._all)
+        """Everybody is asked, and may remember what it wants: all are shown what anybody does."""
+        return sum(onlooker.wants(path, module) for onlooker in self._all) > 0
 
     def wants_inputs(self, path: str, module: nn.Module) -> bool:
-        return any(onlooker.wants_inputs(path, module) for onlooker in self._all)
+        return sum(onlooker.wants_inputs(path, module) for onlooker in self._all) > 0
 
     def begin(self) -> None:
         for onlooker in self._all:

@@ -14,13 +14,13 @@ from typing import Any
 
 from tensorboard.compat.proto import summary_pb2
 
-from tbhooks.frame import ALL_KINDS, EVALUATION, Site
+from tbhooks.frame import ALL_KINDS, CHANNEL, EVALUATION, Site
 from tbhooks.runs.stored import Layout
 from tbhooks.sinks.findings import DATA_TAG
 from tbhooks.sinks.tensorboard import PLUGIN
 from tbhooks.stats import QUANTILES, STATS
 
-KINDS = (*ALL_KINDS, *(EVALUATION + kind for kind in ALL_KINDS))
+KINDS = (*ALL_KINDS, *(EVALUATION + kind for kind in ALL_KINDS), CHANNEL + "activation", CHANNEL + "weight")
 """Every kind there can be, in the order they are listed."""
 _TAG = re.compile(rf"{PLUGIN}/(?P<kind>[a-z_.]+?)(?P<buckets>\.buckets)?(?:\.(?P<generation>[1-9]\d{{0,8}}))?")
 _HAS_RATIO = "update"

@@ -17,7 +17,7 @@ from tensorboard.compat.proto import summary_pb2
 
 from tbhooks.errors import ArgumentError, TbhooksError, nearest
 from tbhooks.findings import first_of_each
-from tbhooks.frame import EVALUATION, Finding, Frame, Site
+from tbhooks.frame import CHANNEL, EVALUATION, Finding, Frame, Site
 from tbhooks.runs.records import event_of_bytes, records
 from tbhooks.runs.scalars import ScalarLog, Series
 from tbhooks.runs.stored import (
@@ -55,6 +55,9 @@ class Run:
     findings: list[Finding]
     scalars: Mapping[str, Series]
     problems: list[str] = field(default_factory=list)
+    channels: list[Frame] = field(default_factory=list)
+    """What `per_channel` saw, by step: a site a channel, such as `conv1` with index `[3]` and kind
+    `channel.activation`."""
 
     @property
     def training(self) -> list[Frame]:
@@ -279,10 +282,16 @@ class _Reader:
         for frame in self._given.values():
             for tag in frame.scalars.keys() - scalars.keys():
                 scalars[tag] = _series_of(tag, ordered)
-        return Run(where, ordered, first_of_each(ordered), scalars, self.problems)
+        channels = [self._frame(key[0], step, of_channels=True) for key, step in sorted(self._steps.items())]
+        seen = [frame for frame in channels if frame.sites]
+        return Run(where, ordered, first_of_each(ordered), scalars, self.problems, seen)
 
-    def _frame(self, number: int, step: _Step) -> Frame:
-        chosen = {kind: (layout, seen_in(rows)) for kind, (layout, rows) in step.rows.items()}
+    def _frame(self, number: int, step: _Step, *, of_channels: bool = False) -> Frame:
+        chosen = {
+            kind: (layout, seen_in(rows))
+            for kind, (layout, rows) in step.rows.items()
+            if kind.startswith(CHANNEL) is of_channels
+        }
         values = [step.rows[kind][1][seen] for kind, (_, seen) in chosen.items()]
         frame = StoredFrame(
             number, step.time, 0, self._sites_of(list(chosen.values())),

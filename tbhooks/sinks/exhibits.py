@@ -5,31 +5,49 @@ Most become values of the step's own event; some need an event or files of their
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from tensorboard.compat.proto import summary_pb2
 
-from tbhooks.exhibits import Exhibit, Text
-from tbhooks.sinks import texts
+from tbhooks.exhibits import Channels, Embedding, Exhibit, Picture, Text
+from tbhooks.sinks import channels, pictures, projector, texts
+from tbhooks.sinks.tensors import Layout
 
 
 class Run(NamedTuple):
-    """Where a run lies, the step that is being written, and what takes the bytes of an event of its own."""
+    """Where a run lies, the step that is being written, and what takes the bytes of an event of its own.
+
+    The layouts are those of the run's frame tensors so far, by kind.
+    """
 
     directory: str
     time: float
     step: int
     send: Callable[[bytes], None]
+    layouts: dict[str, Layout]
 
 
 Write = Callable[[Any, summary_pb2.Summary, Run], None]
 WRITERS: dict[type, Write] = {
     Text: texts.write,
+    Picture: pictures.write,
+    Channels: channels.write,
+    Embedding: projector.write,
 }
+
+
+def _once(exhibits: Iterable[Exhibit]) -> Iterator[Exhibit]:
+    """Of pictures that two calls asked for, one: an event has one value a tag."""
+    tags: set[str] = set()
+    for exhibit in exhibits:
+        if not isinstance(exhibit, Picture) or exhibit.tag not in tags:
+            yield exhibit
+        if isinstance(exhibit, Picture):
+            tags.add(exhibit.tag)
 
 
 def write(exhibits: Iterable[Exhibit], summary: summary_pb2.Summary, run: Run) -> None:
     """Into the summary of the step's event, or beside it."""
-    for exhibit in exhibits:
+    for exhibit in channels.joined(_once(exhibits)):
         WRITERS[type(exhibit)](exhibit, summary, run)

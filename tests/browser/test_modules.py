@@ -34,6 +34,17 @@ def sites(*names: str) -> list[dict[str, str]]:
     return [{"path": name, "index": "", "name": name} for name in names]
 
 
+# --- Kinds ---
+
+
+def test_kinds_of_single_channels_are_called_so(page: Any) -> None:
+    words = '["weight_gradient", "eval.activation", "channel.activation"].map(m.kindWords)'
+    wanted = ["weight gradient", "activation (evaluation)", "activation by channel"]
+    assert run(page, "runs.js", words) == wanted
+    told = run(page, "detail-cells.js", 'm.kindOf("channel.weight")')
+    assert told == {"base": "weight", "words": "weights by channel", "headline": "norm"}
+
+
 # --- tree.js ---
 
 TREE = "m.buildTree(given)"

@@ -28,6 +28,10 @@ const KINDS = {
 
 /** {base, words, headline} of a kind; one that is not known speaks for itself. */
 export function kindOf(kind) {
+  if (kind.startsWith("channel.")) {
+    const whole = kindOf(kind.slice(8));
+    return { ...whole, words: `${whole.words} by channel` };
+  }
   const evaluation = kind.startsWith("eval.");
   const base = evaluation ? kind.slice(5) : kind;
   const { words, headline } = KINDS[base] ?? { words: base, headline: "std" };

@@ -5,8 +5,9 @@ const FIRST_STAT = { gradient: "norm", weight: "norm", weight_gradient: "norm", 
 const FRESH = 60;
 const DAY = 86_400;
 
-/** "weight gradient", "activation (evaluation)". */
+/** "weight gradient", "activation (evaluation)", "activation by channel". */
 export function kindWords(kind) {
+  if (kind.startsWith("channel.")) return `${kindWords(kind.slice(8))} by channel`;
   const plain = kind.replace(/^eval\./, "").replaceAll("_", " ");
   return kind.startsWith("eval.") ? `${plain} (evaluation)` : plain;
 }
