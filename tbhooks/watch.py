@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from tbhooks import arguments
+from tbhooks import arguments, naming
 from tbhooks import rules as judgement
 from tbhooks.agreement import describe
 from tbhooks.clock import MODES
@@ -41,8 +41,10 @@ def watch(
 ) -> Watch:
     """Watches a model's training from now on; the one line a script needs.
 
-    `writer` is a SummaryWriter, a directory, any `Sink`, a list of those, or None to keep frames in
-    memory. Steps count from 0 and every `every`-th is logged. Closed at exit, by `close()`, or by `with`.
+    `writer` is a SummaryWriter, a directory, any `Sink`, a list of those, or None to keep frames in memory. A
+    directory is the run's own; one that ends with a slash is a place for runs, and this one gets a name in it
+    (`runs/` becomes `runs/<model>-<time>`). Steps count from 0 and every `every`-th is logged. Closed at exit, by
+    `close()`, or by `with`.
 
     >>> import torch, tbhooks
     >>> model = torch.nn.Linear(2, 1)
@@ -68,7 +70,7 @@ def watch(
     selector = Selector(model, include, exclude)
     chosen = judgement.choose(rules)
     is_first = this_rank() == 0
-    sinks_of = partial(make_sinks, scalars=scalars)
+    sinks_of = partial(make_sinks, scalars=scalars, model=model)
     for one in _listed(writer):
         _check_writer(one)
     sinks = sinks_of(writer) if is_first else ()
@@ -96,14 +98,17 @@ def unwatch(model: nn.Module) -> None:
             watching.close()
 
 
-def make_sinks(writer: Any, scalars: Any) -> tuple[Sink, ...]:
+def make_sinks(writer: Any, scalars: Any, model: nn.Module) -> tuple[Sink, ...]:
     """What `writer=` stands for."""
     from tbhooks.sinks.tensorboard import TensorBoardSink, scalar_table  # noqa: PLC0415  tensorboard is slow to import
 
     scalar_table(scalars)
     for one in _listed(writer):
         _check_writer(one)
-    return tuple(TensorBoardSink(one, scalars) if _is_for_tensorboard(one) else one for one in _listed(writer))
+    return tuple(
+        TensorBoardSink(naming.run_of(one, model), scalars) if _is_for_tensorboard(one) else one
+        for one in _listed(writer)
+    )
 
 
 def _listed(writer: Any) -> list[Any]:

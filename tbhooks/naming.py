@@ -1,0 +1,34 @@
+"""What a run is called if the user names only the place for runs: a directory that ends with a slash."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from tbhooks.agreement import own_name
+from tbhooks.select import unwrap
+
+
+def run_of(writer: Any, model: nn.Module) -> Any:
+    """`runs/` becomes `runs/<model>-<time>`, which is nobody else's; every other writer is as it was given."""
+    separators = tuple(filter(None, (os.sep, os.altsep)))
+    if not isinstance(writer, str) or not writer.endswith(separators):
+        return writer
+    name = f"{writer}{own_name(unwrap(model))}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return name if "://" in writer else _made(name)
+
+
+def _made(name: str) -> str:
+    """Made at once: another run that starts in the same second gets another name."""
+    number = 1
+    while True:
+        path = Path(name if number == 1 else f"{name}-{number}").expanduser()
+        try:
+            path.mkdir(parents=True)
+            return str(path)
+        except FileExistsError:
+            number += 1
