@@ -71,11 +71,11 @@ class RunningMeans:
         with torch.inference_mode(False), torch.no_grad(), unrecorded():
             self._means.setdefault(tag, Mean()).add(value)
 
-    def take(self) -> dict[str, Tensor | float]:
-        """The means, which begin anew."""
+    def take(self, but: frozenset[str] = frozenset()) -> dict[str, Tensor | float]:
+        """The means, which begin anew; but some stay."""
         with torch.inference_mode(False), torch.no_grad(), unrecorded():
-            means = {tag: kept.mean() for tag, kept in self._means.items()}
-        self._means = {}
+            means = {tag: kept.mean() for tag, kept in self._means.items() if tag not in but}
+        self._means = {tag: kept for tag, kept in self._means.items() if tag in but}
         return means
 
 
@@ -96,6 +96,8 @@ class Averages:
         self._training_goes_on = training_goes_on
         self._report = report
         self._training, self._evaluation = RunningMeans(), RunningMeans()
+        # What was in the copy of the step that has ended.
+        self._rode: frozenset[str] = frozenset()
         self._recorder = Recorder(())
         self._root: RemovableHandle | None = None
 
@@ -113,30 +115,23 @@ class Averages:
     def writes(self, step: int) -> bool:
         return step % self.every == 0
 
-    def add(self, tag: str, value: Tensor | float) -> bool:
-        """Whether it is of training."""
+    def add(self, tag: str, value: Tensor | float) -> None:
         model = self._model()
         is_evaluated = model is not None and not self._probe.admits(model)
-        if tag.startswith(OF_EVALUATION) or is_evaluated:
-            self._evaluation.add(tag, value)
-            return False
-        self._training.add(tag, value)
-        return True
+        (self._evaluation if tag.startswith(OF_EVALUATION) or is_evaluated else self._training).add(tag, value)
 
     def ride(self, recorder: Recorder) -> None:
         """What is due goes along with the step's own copy."""
         if self.is_due:
-            for tag, mean in self._take().items():
+            means = self._training.take()
+            self._rode = frozenset(means)
+            for tag, mean in means.items():
                 recorder.scalar(tag, mean)
 
     def take(self) -> Numbers:
-        """What is due and has not gone yet; nothing is due afterwards."""
-        self.is_due = False
-        return self._take()
-
-    def _take(self) -> Numbers:
-        means = {**self.extra, **self._training.take()}
-        self.extra = {}
+        """What is due and has not gone yet; nothing is due afterwards. What came after its copy is of the next one."""
+        means = {**self.extra, **self._training.take(but=self._rode)}
+        self.is_due, self.extra, self._rode = False, {}, frozenset()
         return means
 
     def write(self, label: int, numbers: Numbers) -> None:

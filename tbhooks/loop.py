@@ -305,7 +305,7 @@ class Loop:
         if ended.logged:
             self._warn_if_blind(label)
             self._end_reading(keep_hooks=next_is_logged and not self._pauses)
-            if self._scalars.awaits_more(ended):
+            if self._scalars.awaits_more(ended) and self.clock.mode != "forward":
                 self._scalars.waiting = True
                 return
             self._pack(label)

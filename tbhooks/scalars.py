@@ -55,11 +55,10 @@ class Scalars:
         self._awaited: set[str] = set()
         # Device scalars that came after the copy: they ride in the next one, under their own step.
         self._held: dict[tuple[int, str], Tensor | float] = {}
-        self._averaged_now: set[str] = set()
 
     def log(self, tag: str, value: Tensor | float) -> None:
         if self.averages is not None:
-            self._average(self.averages, tag, value)
+            self.averages.add(tag, value)
             return
         if self.was_skipped and not self._probe.called:
             return
@@ -73,14 +72,6 @@ class Scalars:
         elif self._probe.seen is not None and (ended is None or tag not in self._late):
             # A late one before the open step has begun is of the unlogged step before it.
             self._recorder.scalar(tag, value)
-
-    def _average(self, averages: Averages, tag: str, value: Tensor | float) -> None:
-        if averages.add(tag, value):
-            if self.still_open is None:
-                self._averaged_now.add(tag)
-            elif self.ended is not None:
-                self.ended.tags.add(tag)
-                self._late_now.add(tag)
 
     def log_late(self, label: int, tag: str, value: Tensor | float) -> None:
         """To a step that has ended, as its copy may have been made already."""
@@ -102,8 +93,8 @@ class Scalars:
 
     @property
     def has_all(self) -> bool:
-        """Whether everything has come that a step waits for with its copy."""
-        return self.waiting and self.ended is not None and self._awaited <= self.ended.tags
+        """Whether everything has come that a step waits for with its copy; of means nobody knows."""
+        return self.waiting and self.averages is None and self._awaited <= self._recorder.scalar_tags
 
     def _writes(self, step: int) -> bool:
         """Whether anything is written of the open step: it is logged, or means are due."""
@@ -120,8 +111,7 @@ class Scalars:
             self.averages.is_due = self.averages.writes(step)
         if self.progress is not None and self._writes(step):
             self._log_progress(self.progress.numbers(step))
-        logged, tags = self._probe.seen is not None, self._averaged_now.union(self._recorder.scalar_tags)
-        self.ended, self._averaged_now = Ended(label, logged, tags), set()
+        self.ended = Ended(label, self._probe.seen is not None, set(self._recorder.scalar_tags))
         return self.ended
 
     def _log_progress(self, numbers: dict[str, Tensor | float]) -> None:
@@ -134,8 +124,8 @@ class Scalars:
     def awaits_more(self, ended: Ended) -> bool:
         """Whether a logged step that has just ended is to wait; the others of a team are not kept waiting."""
         self._awaited, self._late_now = self._late_now, set()
-        writes = self.averages is None or self.averages.is_due
-        return writes and not self._has_team and not self._awaited <= ended.tags
+        more_may_come = self.averages is not None and self.averages.is_due
+        return not self._has_team and (more_may_come or not self._awaited <= ended.tags)
 
     def relabel(self, ended: Ended, label: int) -> None:
         ended.label = label
