@@ -105,7 +105,8 @@ class Asking:
         if not self._idle and self._place.rank == 0:
             if directory is None or "://" in directory:
                 raise ArgumentError("profile() writes beside the run: give watch() a local directory or SummaryWriter")
-            profile = Profile(first, last, Path(directory) / "tbhooks-profile", self._pump.submit, self._report)
+            place, probe = Path(directory) / "tbhooks-profile", self._loop.probe
+            profile = Profile(first, last, place, probe, self._pump.submit, self._report)
             self._loop.profiles.append(profile)
             if first == now:
                 profile.start()

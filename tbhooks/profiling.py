@@ -12,9 +12,12 @@ from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.hooks import RemovableHandle
 
 from tbhooks.autograd import is_profiled
+from tbhooks.compiled import runs_as_python
 from tbhooks.frame import Frame
+from tbhooks.probe import Probe
 from tbhooks.report import Report
 
 # The ending by which viewers know torch's traces.
@@ -47,19 +50,25 @@ class Trace:
 class Profile:
     """The steps from `first` to `last`, both included."""
 
-    def __init__(self, first: int, last: int, directory: Path, submit: Callable[[Trace], None], report: Report) -> None:
+    def __init__(
+        self, first: int, last: int, directory: Path, probe: Probe, submit: Callable[[Trace], None], report: Report
+    ) -> None:  # fmt: skip
         self.first, self.last = first, last
+        self._probe = probe
         self._directory = directory
         self._submit = submit
         self._report = report
         self._profiler: profile | None = None
         self._is_over = False
+        self._root: RemovableHandle | None = None
 
     def step_ended(self, step: int) -> None:
         """The next one may be the first of those, or this one was the last."""
         with self._report.guarded("profiling"):
-            if step >= self.last:
-                self.stop(step)
+            if step == self.last:
+                self._stop_soon()
+            elif step > self.last:
+                self.stop(self.last)
             elif step + 1 >= self.first:
                 self.start()
 
@@ -75,11 +84,28 @@ class Profile:
         profiler.start()
         self._profiler = profiler
 
+    def _stop_soon(self) -> None:
+        """Steps end inside the optimizer's, which would seem to take as long as stopping does: the next forward is
+        soon enough. A compiled one is not to change for it.
+        """
+        if self._profiler is not None and not self._probe.gate.was_compiled:
+            self._root = self._probe.watch_root(self._forward_begins, in_graph=False)
+        else:
+            self.stop(self.last)
+
+    @runs_as_python
+    def _forward_begins(self) -> None:
+        with self._report.guarded("profiling"):
+            self.stop(self.last)
+
     def stop(self, step: int) -> None:
         """After a step, or when the watch closes: what there is until then is written."""
         self._is_over = True
+        if self._root is not None:
+            self._root.remove()
+            self._root = None
         profiler, self._profiler = self._profiler, None
         if profiler is not None:
             profiler.stop()
-            name = f"steps-{self.first}-{max(step, self.first)}{ENDING}"
+            name = f"steps-{self.first}-{min(max(step, self.first), self.last)}{ENDING}"
             self._submit(Trace(profiler, self._directory / name, self._report))
