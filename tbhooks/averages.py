@@ -115,6 +115,9 @@ class Averages:
     def writes(self, step: int) -> bool:
         return step % self.every == 0
 
+    def step_ends(self, step: int) -> None:
+        self.is_due, self._rode = self.writes(step), frozenset()
+
     def add(self, tag: str, value: Tensor | float) -> None:
         model = self._model()
         is_evaluated = model is not None and not self._probe.admits(model)
@@ -129,9 +132,9 @@ class Averages:
                 recorder.scalar(tag, mean)
 
     def take(self) -> Numbers:
-        """What is due and has not gone yet; nothing is due afterwards. What came after its copy is of the next one."""
+        """What is due and has not gone yet; nothing is due afterwards. What came after a copy waits for the next."""
         means = {**self.extra, **self._training.take(but=self._rode)}
-        self.is_due, self.extra, self._rode = False, {}, frozenset()
+        self.is_due, self.extra = False, {}
         return means
 
     def write(self, label: int, numbers: Numbers) -> None:

@@ -108,7 +108,7 @@ class Scalars:
         """The open step, by the label it gets and by its own number."""
         self.was_skipped = False
         if self.averages is not None:
-            self.averages.is_due = self.averages.writes(step)
+            self.averages.step_ends(step)
         if self.progress is not None and self._writes(step):
             self._log_progress(self.progress.numbers(step))
         self.ended = Ended(label, self._probe.seen is not None, set(self._recorder.scalar_tags))

@@ -82,3 +82,13 @@ def test_merged_numbers_are_those_of_one_process_with_all_batches_and_training_i
         twin.assert_frame_equals(frame, expected[frame.step])
     for other in others:
         assert [frame.values.tobytes() for frame in other] == [frame.values.tobytes() for frame in one]
+
+
+def test_merged_ranks_share_running_means_of_logged_steps_and_stay_in_step(fleet: Fleet, tmp_path: Path) -> None:
+    first, second = fleet.values(jobs.log_means, 2, tmp_path / "ranks")
+    # Steps 0, 4 and 8 are logged: means over both ranks. The others are the first's own.
+    assert first[0][0] == {0: 5.0, 2: 1.5, 4: 8.5, 6: 5.5, 8: 12.5}
+    # Ranks do not wait for what is logged after a step: it is of the next mean, but for the first.
+    assert first[1][0] == {0: 5.0, 2: 1.5, 4: 8.0, 6: 5.0, 8: 12.0}
+    assert [told[0] for told in second] == [{}, {}]
+    assert [told[1:] for told in (*first, *second)] == [(0, ())] * 4
