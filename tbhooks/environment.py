@@ -12,18 +12,17 @@ from collections import Counter
 import torch
 from torch import nn
 
-from tbhooks.agreement import own_name
 from tbhooks.exhibits import Text
 from tbhooks.loop import Loop
+from tbhooks.naming import name_of
 from tbhooks.ranks import Place
-from tbhooks.select import unwrap
 
 TAG = "tbhooks/environment"
 
 
 def described(loop: Loop, place: Place, model: nn.Module | None) -> Text:
     """As a table in markdown."""
-    rows = {**_versions(), **({} if model is None else _of_model(unwrap(model))), **_options(loop, place)}
+    rows = {**_versions(), **({} if model is None else _of_model(model)), **_options(loop, place)}
     lines = ["| what | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())]
     return Text(TAG, "\n".join(lines))
 
@@ -43,7 +42,7 @@ def _of_model(model: nn.Module) -> dict[str, str]:
     parameters = list(model.parameters())
     trainable = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
     return {
-        "model": own_name(model),
+        "model": name_of(model),
         "parameters": f"{sum(parameter.numel() for parameter in parameters):,}, of which {trainable:,} are trained",
         "devices": _most_first(Counter(_device(parameter.device) for parameter in parameters)),
         "dtypes": _most_first(Counter(str(parameter.dtype).removeprefix("torch.") for parameter in parameters)),

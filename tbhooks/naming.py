@@ -13,12 +13,17 @@ from tbhooks.agreement import own_name
 from tbhooks.select import unwrap
 
 
-def run_of(writer: Any, model: nn.Module) -> Any:
+def name_of(model: nn.Module) -> str:
+    """What its runs are called after."""
+    return own_name(unwrap(model))
+
+
+def run_of(writer: Any, named: str) -> Any:
     """`runs/` becomes `runs/<model>-<time>`, which is nobody else's; every other writer is as it was given."""
     separators = tuple(filter(None, (os.sep, os.altsep)))
     if not isinstance(writer, str) or not writer.endswith(separators):
         return writer
-    name = f"{writer}{own_name(unwrap(model))}-{time.strftime('%Y%m%d-%H%M%S')}"
+    name = f"{writer}{named}-{time.strftime('%Y%m%d-%H%M%S')}"
     return name if "://" in writer else _made(name)
 
 

@@ -121,7 +121,8 @@ def _settings(group: dict[str, Any], name: object) -> dict[str, Tensor | float]:
         value = group.get(setting)
         for tag, number in zip(tags, value if isinstance(value, tuple | list) else (value,), strict=False):
             if isinstance(number, Tensor | float | int):
-                found[f"train.{tag}/{name}"] = number
+                # A scheduler may change a tensor in place before it is written.
+                found[f"train.{tag}/{name}"] = number.detach().clone() if isinstance(number, Tensor) else number
     return found
 
 

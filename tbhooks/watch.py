@@ -70,7 +70,7 @@ def watch(
     selector = Selector(model, include, exclude)
     chosen = judgement.choose(rules)
     is_first = this_rank() == 0
-    sinks_of = partial(make_sinks, scalars=scalars, model=model)
+    sinks_of = partial(make_sinks, scalars=scalars, named=naming.name_of(model))
     for one in _listed(writer):
         _check_writer(one)
     sinks = sinks_of(writer) if is_first else ()
@@ -98,15 +98,15 @@ def unwatch(model: nn.Module) -> None:
             watching.close()
 
 
-def make_sinks(writer: Any, scalars: Any, model: nn.Module) -> tuple[Sink, ...]:
-    """What `writer=` stands for."""
+def make_sinks(writer: Any, scalars: Any, named: str) -> tuple[Sink, ...]:
+    """What `writer=` stands for; `named` is what a run is called after if it is to have a name."""
     from tbhooks.sinks.tensorboard import TensorBoardSink, scalar_table  # noqa: PLC0415  tensorboard is slow to import
 
     scalar_table(scalars)
     for one in _listed(writer):
         _check_writer(one)
     return tuple(
-        TensorBoardSink(naming.run_of(one, model), scalars) if _is_for_tensorboard(one) else one
+        TensorBoardSink(naming.run_of(one, named), scalars) if _is_for_tensorboard(one) else one
         for one in _listed(writer)
     )
 

@@ -333,6 +333,19 @@ def test_progress_tells_settings_of_each_group_speed_and_memory() -> None:
     assert w.stats.errors == 0
 
 
+def test_a_learning_rate_is_told_as_the_step_used_it() -> None:
+    model, kept = made()[0], tbhooks.MemorySink()
+    sgd = torch.optim.SGD(model.parameters(), lr=torch.tensor(1.0))
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(sgd, gamma=0.5)
+    w = tbhooks.watch(model, kept, every=100).log_every(1).progress("optimizer")
+    for _ in range(3):
+        model(torch.ones(4, 3)).sum().backward()
+        sgd.step()
+        scheduler.step()
+    w.close()
+    assert written(kept, "train.lr/0") == {0: 1.0, 1: 0.5, 2: 0.25}
+
+
 def test_momentum_is_told_and_what_is_not_asked_for_is_not() -> None:
     model, kept = made()[0], tbhooks.MemorySink()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.875)
