@@ -83,7 +83,7 @@ class Watch(Asking):
         """Logs numbers with the step, as `train/<name>`; device tensors ride in its one copy, without a sync.
 
         Call it anywhere in the step, or right after the step has ended. On steps that are not logged it
-        costs nothing and goes nowhere.
+        costs nothing and goes nowhere, unless `log_every` asks for means of all.
         """
         self._check_usable()
         numbers = {arguments.tag(name): arguments.number(name, value) for name, value in arguments.items(values)}

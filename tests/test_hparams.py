@@ -27,7 +27,7 @@ from tests.test_tensorboard_server import wait_for
 
 pytestmark = pytest.mark.xdist_group("tensorboard_server")
 
-Post = Callable[[str, dict[str, Any]], Any]
+Post = Callable[[str, dict[str, Any] | None], Any]
 METRICS = ["train/loss", "eval/accuracy", "gradient.norm/(root)"]
 
 
@@ -39,36 +39,37 @@ class Precision(str, enum.Enum):  # noqa: UP042  older than the other
 
 def values_of(lr: float) -> dict[str, Any]:
     return {
-        "lr": lr, "layers": 2, "amsgrad": lr > 0.1, "name": "linear", "precision": Precision.HALF,
+        "lr": lr, "layers": 2, "amsgrad": lr > 0.02, "name": "linear", "precision": Precision.HALF,
         "data": {"batch": 4, "shape": (3, 2)}, "seed": np.int64(7), "nothing": None, "limit": math.inf,
     }  # fmt: skip
 
 
-def train(directory: str | Path, lr: float, fails: bool = False) -> dict[str, float]:
+def train(directory: str | Path, lr: float, fails: bool = False) -> list[float]:
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    last: dict[str, float] = {}
-    with tbhooks.watch(model, str(directory), every=1).hparams(values_of(lr), metrics=METRICS) as w:
+    losses: list[float] = []
+    watching = tbhooks.watch(model, str(directory), every=3).hparams(values_of(lr), metrics=METRICS)
+    with watching.log_every(2).environment() as w:
         for step in range(4):
             loss = model(torch.ones(4, 3)).square().sum()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             w.log({"loss": loss, "eval/accuracy": step / lr})
-            last = {"train/loss": float(loss.detach()), "eval/accuracy": step / lr}
+            losses.append(float(loss.detach()))
         if fails:
             raise ArithmeticError("diverged")
-    return last
+    return losses
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict[str, float]]]:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[float]]]:
     directory = tmp_path_factory.mktemp("runs")
-    last = {"slow": train(directory / "slow", 0.01), "fast": train(directory / "fast", 0.5)}
+    losses = {"slow": train(directory / "slow", 0.01), "fast": train(directory / "fast", 0.05)}
     with pytest.raises(ArithmeticError):
         train(directory / "broken", 0.25, fails=True)
-    return directory, last
+    return directory, losses
 
 
 @pytest.fixture(params=["true", "false"], ids=["load_fast", "load_slow"], scope="module")
@@ -86,19 +87,17 @@ def post(
     try:
         address = wait_for(lambda: re.search(r"http://127\.0\.0\.1:\d+", told.read_text()), told, server)[0]
 
-        def ask(route: str, body: dict[str, Any]) -> Any:
-            request = urllib.request.Request(
-                f"{address}/data/plugin/hparams/{route}",
-                json.dumps(body).encode(),
-                {"Content-Type": "application/json"},
-            )
+        def ask(route: str, body: dict[str, Any] | None) -> Any:
+            content = None if body is None else json.dumps(body).encode()
+            request = urllib.request.Request(f"{address}/data/plugin/{route}", content)
+            request.add_header("Content-Type", "application/json")
             try:
                 with direct.open(request, timeout=10) as answer:
                     return json.load(answer)
             except OSError:  # not served yet
                 return {}
 
-        wait_for(lambda: len(ask("session_groups", everything(0)).get("sessionGroups", ())) == 3, told, server)
+        wait_for(lambda: len(ask("hparams/session_groups", everything(0)).get("sessionGroups", ())) == 3, told, server)
         yield ask
     finally:
         server.kill()
@@ -112,7 +111,7 @@ def everything(metrics: int) -> dict[str, Any]:
 
 
 def test_the_tab_has_a_column_for_each_value_and_metric(post: Post) -> None:
-    experiment = post("experiment", {"experimentName": ""})
+    experiment = post("hparams/experiment", {"experimentName": ""})
     types = {info["name"]: info["type"] for info in experiment["hparamInfos"]}
     assert types == {
         "lr": "DATA_TYPE_FLOAT64", "layers": "DATA_TYPE_FLOAT64", "amsgrad": "DATA_TYPE_BOOL",
@@ -124,23 +123,31 @@ def test_the_tab_has_a_column_for_each_value_and_metric(post: Post) -> None:
 
 
 def test_runs_are_compared_with_their_last_metrics_and_their_end(
-    post: Post, runs: tuple[Path, dict[str, dict[str, float]]]
+    post: Post, runs: tuple[Path, dict[str, list[float]]]
 ) -> None:
-    groups = {group["name"]: group for group in post("session_groups", everything(3))["sessionGroups"]}
+    groups = {group["name"]: group for group in post("hparams/session_groups", everything(3))["sessionGroups"]}
     assert sorted(groups) == ["broken", "fast", "slow"], "no run but those that were started"
-    for name, lr in (("slow", 0.01), ("fast", 0.5)):
+    for name, lr in (("slow", 0.01), ("fast", 0.05)):
         told = groups[name]["hparams"]
         assert told["lr"] == pytest.approx(lr)
-        assert told["amsgrad"] is (lr > 0.1)
+        assert told["amsgrad"] is (lr > 0.02)
         assert (told["layers"], told["data.batch"], told["seed"]) == (2, 4, 7)
         assert (told["name"], told["precision"], told["data.shape"]) == ("linear", "bf16", "(3, 2)")
         assert (told["nothing"], told["limit"]) == ("None", "inf")
         metrics = {value["name"]["tag"]: value["value"] for value in groups[name]["metricValues"]}
-        for tag, value in runs[1][name].items():
-            assert metrics[tag] == pytest.approx(value, rel=1e-5)
+        assert metrics["train/loss"] == pytest.approx(runs[1][name][3], rel=1e-5)
+        assert metrics["eval/accuracy"] == pytest.approx(3 / lr, rel=1e-5)
         assert metrics["gradient.norm/(root)"] > 0
     ended = {name: group["sessions"][0]["status"] for name, group in groups.items()}
     assert ended == {"slow": "STATUS_SUCCESS", "fast": "STATUS_SUCCESS", "broken": "STATUS_FAILURE"}
+
+
+def test_means_and_the_environment_are_served_beside_it(post: Post, runs: tuple[Path, dict[str, list[float]]]) -> None:
+    losses = runs[1]["slow"]
+    served = {step: value for _, step, value in post("scalars/scalars?run=slow&tag=train%2Floss", None)}
+    assert served == pytest.approx({0: losses[0], 2: (losses[1] + losses[2]) / 2, 3: losses[3]}, rel=1e-5)
+    (text,) = post("text/text?run=slow&tag=tbhooks%2Fenvironment%2Ftext_summary", None)
+    assert f"<td>{torch.__version__}</td>" in text["text"]
 
 
 def test_it_is_in_the_runs_own_file(runs: tuple[Path, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections.abc import Callable
@@ -231,6 +232,8 @@ def test_no_hook_stays_behind_or_is_there_in_a_pause() -> None:
     with w.paused():
         assert not model._forward_pre_hooks
     assert len(model._forward_pre_hooks) == 2
+    copy.deepcopy(model)(torch.ones(1, 3))
+    assert not w._loop._scalars.progress._samples, "a copy of the model counts for nothing"
     w.close()
     assert not model._forward_pre_hooks
 
@@ -275,6 +278,24 @@ def test_compiled_models_are_logged_alike() -> None:
     assert list(speeds) == [1, 2, 3]
     assert [speeds[step] * times[step] for step in speeds] == pytest.approx([8.0] * 3)
     assert w.stats.errors == 0
+
+
+def test_means_between_logged_steps_leave_the_latest_frame_and_the_rules_alone() -> None:
+    model, optimizer = made()
+    with tbhooks.watch(model, every=4) as w:
+        w.log_every(1)
+        for step in range(7):
+            model(torch.ones(4, 3)).sum().backward()
+            optimizer.step()
+            w.log({"loss": VALUES[step]})
+        latest = w.latest
+        assert latest is not None
+        assert latest.step == 4
+        assert latest["(root)", "activation"].count == 8
+        assert [frame.step for frame in w.history] == [0, 4]
+        steps, values = w.history.scalar("train/loss")
+        assert steps == list(range(7))
+        assert values.tolist() == VALUES
 
 
 # --- Progress -------------------------------------------------------------------------------------
