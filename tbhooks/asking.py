@@ -83,6 +83,8 @@ class Asking:
         """
         self._check_usable()
         asked = hyperparameters.understood(values, metrics)
+        if self._is_compared:
+            raise ArgumentError("hparams was called already, and TensorBoard takes one set a run: give all at once")
         self._is_compared = True
         return self._show([asked])
 

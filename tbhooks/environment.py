@@ -5,13 +5,13 @@ Nothing of the machine's or the user's own is in it: no names, no paths, no vari
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
 from collections import Counter
 
 import torch
 from torch import nn
 
+import tbhooks
 from tbhooks.exhibits import Text
 from tbhooks.loop import Loop
 from tbhooks.naming import name_of
@@ -29,7 +29,7 @@ def described(loop: Loop, place: Place, model: nn.Module | None) -> Text:
 
 def _versions() -> dict[str, str]:
     found = {
-        "tbhooks": importlib.metadata.version("tbhooks"),
+        "tbhooks": tbhooks.__version__,
         "torch": torch.__version__,
         "Python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",

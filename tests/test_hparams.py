@@ -235,3 +235,10 @@ def test_numbers_that_would_not_arrive_as_they_are_become_texts(given: float) ->
 def test_what_cannot_be_compared_is_refused_at_once(values: Any, metrics: Any, message: str) -> None:
     with tbhooks.watch(nn.Linear(1, 1)) as w, pytest.raises(tbhooks.ArgumentError, match=re.escape(message)):
         w.hparams(values, metrics=metrics)
+
+
+def test_a_run_has_one_set() -> None:
+    w = tbhooks.watch(nn.Linear(1, 1)).hparams({"lr": 1})
+    with pytest.raises(tbhooks.ArgumentError, match="give all at once"):
+        w.hparams({"depth": 2})
+    w.close()
