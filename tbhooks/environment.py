@@ -11,7 +11,6 @@ from collections import Counter
 import torch
 from torch import nn
 
-import tbhooks
 from tbhooks.exhibits import Text
 from tbhooks.loop import Loop
 from tbhooks.naming import name_of
@@ -28,6 +27,8 @@ def described(loop: Loop, place: Place, model: nn.Module | None) -> Text:
 
 
 def _versions() -> dict[str, str]:
+    import tbhooks  # noqa: PLC0415  the root imports this, in the end
+
     found = {
         "tbhooks": tbhooks.__version__,
         "torch": torch.__version__,
