@@ -37,7 +37,7 @@ def describe(
     modules = selector.choose(select.walk(model).by_path)
     parameters = select.parameters(modules)
     details = {
-        "modules": {path: _own_name(module) for path, module in modules.items()},
+        "modules": {path: own_name(module) for path, module in modules.items()},
         "parameters": {path: _shape(parameter) for path, parameter in parameters.items()},
     }
     of_modules = sum(_OF_MODULES.get(kind, 0) for kind in kinds)
@@ -56,7 +56,7 @@ def _shape(parameter: nn.Parameter) -> list[int]:
     return [] if shards.is_of_first_fsdp(parameter) else list(parameter.shape)
 
 
-def _own_name(module: nn.Module) -> str:
+def own_name(module: nn.Module) -> str:
     """Of the class the user wrote: FSDP puts one of its own in front."""
     kind = type(module)
     if kind.__name__.startswith("FSDP") and len(kind.__mro__) > 2:

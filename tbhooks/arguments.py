@@ -57,3 +57,13 @@ def number(name: str, value: Any) -> Tensor | float:
         return float(value)
     except (TypeError, ValueError, OverflowError):
         raise ArgumentError(f"log takes numbers and one-element tensors; {name!r} is {shown(value)}") from None
+
+
+def steps(value: Any) -> tuple[int, int]:
+    """The first and the last of some steps."""
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        raise ArgumentError(f"steps is the first and the last, such as (10, 20), not {shown(value)}")
+    first, last = (whole_number("a step", step, least=0) for step in value)
+    if last < first:
+        raise ArgumentError(f"steps begins with the first, such as (10, 20), not {shown(value)}")
+    return first, last

@@ -19,6 +19,9 @@ from torch.utils.checkpoint import CheckpointFunction
 NO_BACKWARD = -1
 _graph_task = getattr(torch._C, "_current_graph_task_id", lambda: NO_BACKWARD)
 _dispatch_modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
+is_profiled: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled", lambda: False)
+"""Whether a profiler records this thread."""
+_Label: Callable[[str], Any] = getattr(torch._C._profiler, "_RecordFunctionFast", torch.profiler.record_function)
 _NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 _REENTRANT = CheckpointFunction.backward.__code__
 
@@ -59,3 +62,8 @@ def at_end_of_backward(function: Callable[[], None]) -> None:
 def unrecorded() -> contextlib.AbstractContextManager[Any]:
     """What others record on this thread (tracers, selective checkpoints, FLOP counters) is not to include us."""
     return _disable_current_modes() if _dispatch_modes() else _NOTHING
+
+
+def labelled(what: str) -> contextlib.AbstractContextManager[Any]:
+    """What is done inside is called `tbhooks::<what>` in the traces of a profiler, if one runs."""
+    return _Label(f"tbhooks::{what}") if is_profiled() else _NOTHING

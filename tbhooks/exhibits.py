@@ -85,4 +85,11 @@ class Hyperparameters:
     metrics: tuple[str, ...] = ()
 
 
-Exhibit = Text | Picture | Graph | Channels | Embedding | Hyperparameters
+@dataclass(frozen=True)
+class Ended:
+    """A run whose hyperparameters were told is over."""
+
+    failed: bool
+
+
+Exhibit = Text | Picture | Graph | Channels | Embedding | Hyperparameters | Ended

@@ -83,7 +83,7 @@ class Watch(Asking):
         """Logs numbers with the step, as `train/<name>`; device tensors ride in its one copy, without a sync.
 
         Call it anywhere in the step, or right after the step has ended. On steps that are not logged it
-        costs nothing and goes nowhere.
+        costs nothing and goes nowhere, unless `log_every` asks for means of all.
         """
         self._check_usable()
         numbers = {arguments.tag(name): arguments.number(name, value) for name, value in arguments.items(values)}
@@ -152,6 +152,7 @@ class Watch(Asking):
         self._closed = True
         if self in process.open_watches:
             self._loop.stop()
+            self._tell_the_end(failed=process.is_failing())
             self._idle = True
             self._pump.close(timeout_s)
             if self._place.team is not None:
@@ -274,6 +275,9 @@ class Watch(Asking):
         sinks = (*self._sinks, *self._evaluation_sinks)
         return {sink.destination for sink in sinks if isinstance(sink, HasDestination)}
 
+    def _run_directory(self) -> str | None:
+        return next((sink.destination for sink in self._sinks if isinstance(sink, HasDestination)), None)
+
     def _open_evaluation_sinks(self, sinks: tuple[Sink, ...]) -> None:
         shared = self._destinations() & {sink.destination for sink in sinks if isinstance(sink, HasDestination)}
         if shared:
@@ -329,6 +333,7 @@ class Watch(Asking):
             self._flush(DEADLINE_S)
 
     def _finish(self) -> None:
+        self._tell_the_end(failed=False)
         self._idle = True
         self._loop.settle()
         self._pump.finish()

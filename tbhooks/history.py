@@ -29,12 +29,17 @@ class History:
 
     def __init__(self, most_frames: int = MOST_FRAMES) -> None:
         self._frames: deque[Frame] = deque(maxlen=most_frames)
+        # Scalars of steps that nothing else is known of: they take no frame's place, and no rule counts them.
+        self._between: deque[Frame] = deque(maxlen=most_frames)
         self._lock = threading.RLock()
 
     def append(self, frame: Frame) -> None:
         """Adds a frame; scalars that came late join the frame of their step."""
         with self._lock:
             if not frame.sites and (not frame.scalars or self._join(frame)):
+                return
+            if not frame.sites:
+                self._between.append(_numbers_of(frame))
                 return
             self._frames.append(_numbers_of(frame))
             if len(self._frames) > MOST_WITH_BUCKETS:
@@ -90,10 +95,12 @@ class History:
         return [frame.step for frame in seen], np.array([getattr(frame[path, kind], stat) for frame in seen])
 
     def scalar(self, tag: str) -> tuple[list[int], Floats]:
-        """Steps and values of a scalar such as `train/loss`."""
-        seen = [frame for frame in self if tag in frame.scalars]
-        if not seen and len(self):
-            tags = [name for frame in self for name in frame.scalars]
+        """Steps and values of a scalar such as `train/loss`; of steps too that only `log_every` has written."""
+        with self._lock:
+            frames = sorted([*self._between, *self._frames], key=lambda frame: frame.step)
+        seen = [frame for frame in frames if tag in frame.scalars]
+        if not seen and frames:
+            tags = [name for frame in frames for name in frame.scalars]
             raise UnknownSiteError(f"no frame has the scalar {tag!r}: {nearest(tag, tags)}")
         return [frame.step for frame in seen], np.array([frame.scalars[tag] for frame in seen])
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from tbhooks import compiled, outputs
-from tbhooks.autograd import in_backward
+from tbhooks.autograd import in_backward, labelled
 from tbhooks.buffer import NO_SITE
 from tbhooks.compiled import Gate, runs_as_python
 from tbhooks.frame import ROOT, Site
@@ -98,7 +98,8 @@ class ForwardHook(_Unkept):
                 for index, tensor in outputs.tensors(output):
                     compiled.show(tensor, "activation", index, wants_gradient, self.ticket, self.gate.serial)
         elif not self.broken:
-            self.told.saw_output(self, output)
+            with labelled("activation"):
+                self.told.saw_output(self, output)
 
     def site_numbers(self, index: str) -> tuple[int, int]:
         """The numbers of this output's activation and gradient."""
@@ -140,7 +141,8 @@ class InputHook(_Unkept):
                 for index, tensor in outputs.inputs(args, kwargs):
                     compiled.show(tensor, "input", index, False, hook.ticket, hook.gate.serial)
         elif not hook.broken:
-            hook.told.saw_inputs(hook, args, kwargs)
+            with labelled("input"):
+                hook.told.saw_inputs(hook, args, kwargs)
 
 
 def _is_read_in_graph(gate: Gate, module: nn.Module) -> bool:
@@ -161,7 +163,8 @@ class GradientHook:
     @runs_as_python
     def __call__(self, gradient: Tensor | None) -> None:
         if gradient is not None:
-            self.told.saw_gradient(self, gradient)
+            with labelled("gradient"):
+                self.told.saw_gradient(self, gradient)
 
 
 def is_hooked(tensor: Tensor, step: object, site: int) -> bool:
@@ -252,3 +255,38 @@ class RootHook(_Unkept):
 
     def saw_in_graph(self, tensor: Tensor, kind: str, index: str, gradient: str, serial: int) -> None:
         """It sees no tensors."""
+
+
+class BatchHook(_Unkept):
+    """Tells how many samples and tokens the model's forward begins with; from inside a compiled graph one by one."""
+
+    __slots__ = ("__weakref__", "ticket", "told")
+
+    def __init__(self, told: Callable[[int, int], None]) -> None:
+        self.told = told
+        self.ticket = compiled.ticket(self)
+
+    @runs_as_python
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
+        first, whole = _batch(args, kwargs or {})
+        if not torch.compiler.is_compiling():
+            if torch._C._get_tracing_state() is None and not _are_stand_ins(args):
+                self.told(0 if first is None else first.shape[0], 0 if whole is None else whole.numel())
+        elif not torch.compiler.is_exporting():
+            for tensor, kind in ((first, "samples"), (whole, "tokens")):
+                if tensor is not None:
+                    compiled.show(tensor, kind, "", False, self.ticket, compiled.NO_TICKET)
+
+    def saw_in_graph(self, tensor: Tensor, kind: str, index: str, gradient: str, serial: int) -> None:
+        self.told(*((tensor.shape[0], 0) if kind == "samples" else (0, tensor.numel())))
+
+    def began_in_graph(self) -> None:
+        """It is told by what it sees."""
+
+
+def _batch(args: Any, kwargs: Any) -> tuple[Tensor | None, Tensor | None]:
+    """Of what a model is given: the first tensor, as long as the batch; and the first of whole numbers, the tokens."""
+    given = [tensor for _, tensor in outputs.inputs(args, kwargs) if tensor.dim()]
+    whole = [tensor for tensor in given if not (tensor.is_floating_point() or tensor.is_complex())]
+    tokens = [tensor for tensor in whole if tensor.dtype != torch.bool]
+    return (given[0] if given else None), (tokens[0] if tokens else None)

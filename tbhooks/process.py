@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import os
 import signal
+import sys
 import threading
 from typing import Any, Protocol
 
@@ -23,6 +24,7 @@ class Open(Protocol):
 
 open_watches: set[Open] = set()
 _prepared = threading.Event()
+_failed = threading.Event()
 # Whoever sends SIGTERM usually sends SIGKILL some ten seconds later.
 SIGTERM_DEADLINE_S = 5.0
 
@@ -50,12 +52,19 @@ def tidy() -> None:
         _handle_sigterm(signal.SIG_DFL)
 
 
+def is_failing() -> bool:
+    """Whether an exception is on its way right now, or one or a signal ends the process."""
+    return sys.exc_info()[0] is not None or _failed.is_set()
+
+
 def _handle_sigterm(handler: Any) -> None:
     with contextlib.suppress(ValueError):  # only the main thread may
         signal.signal(signal.SIGTERM, handler)
 
 
 def _close_all() -> None:
+    if getattr(sys, "last_value", None) is not None:  # nobody caught it
+        _failed.set()
     for watching in list(open_watches):
         watching.close()
 
@@ -69,6 +78,7 @@ def _abandon_all() -> None:
 
 def _on_sigterm(number: int, _frame: Any) -> None:
     """Writes what was handed over, then dies of the signal as the process would have without us."""
+    _failed.set()
     for watching in list(open_watches):
         watching.close(SIGTERM_DEADLINE_S)
     signal.signal(number, signal.SIG_DFL)

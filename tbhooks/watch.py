@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from tbhooks import arguments
+from tbhooks import arguments, naming
 from tbhooks import rules as judgement
 from tbhooks.agreement import describe
 from tbhooks.clock import MODES
@@ -46,8 +46,9 @@ def watch(
     """Watches a model's training from now on; the one line a script needs.
 
     `writer` is a SummaryWriter, a directory, a run of wandb, mlflow or aim, a function that takes a frame, any
-    `Sink`, a list of those, or None to keep frames in memory. Steps count from 0 and every `every`-th is logged.
-    Closed at exit, by `close()`, or by `with`.
+    `Sink`, a list of those, or None to keep frames in memory. A directory is the run's own; one that ends with a
+    slash is a place for runs, and this one gets a name in it (`runs/` becomes `runs/<model>-<time>`). Steps count
+    from 0 and every `every`-th is logged. Closed at exit, by `close()`, or by `with`.
 
     >>> import torch, tbhooks
     >>> model = torch.nn.Linear(2, 1)
@@ -73,7 +74,7 @@ def watch(
     selector = Selector(model, include, exclude)
     chosen = judgement.choose(rules)
     is_first = this_rank() == 0
-    sinks_of = partial(make_sinks, scalars=scalars)
+    sinks_of = partial(make_sinks, scalars=scalars, named=naming.name_of(model))
     for one in _listed(writer):
         _check_writer(one)
     sinks = sinks_of(writer) if is_first else ()
@@ -101,12 +102,12 @@ def unwatch(model: nn.Module) -> None:
             watching.close()
 
 
-def make_sinks(writer: Any, scalars: Any) -> tuple[Sink, ...]:
-    """What `writer=` stands for."""
+def make_sinks(writer: Any, scalars: Any, named: str) -> tuple[Sink, ...]:
+    """What `writer=` stands for; `named` is what a run is called after if it is to have a name."""
     scalar_table(scalars)
     for one in _listed(writer):
         _check_writer(one)
-    return tuple(_sink(one, scalars) for one in _listed(writer))
+    return tuple(_sink(naming.run_of(one, named), scalars) for one in _listed(writer))
 
 
 def _listed(writer: Any) -> list[Any]:

@@ -681,3 +681,25 @@ def terminated(rank: int) -> None:
         os._exit(0)
     threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
     distributed.barrier()
+
+
+def log_means(rank: int) -> list[tuple[dict[int, float], int, tuple[str, ...]]]:
+    """What a rank of two wrote, its errors, and what it said: if it logs early, and if it logs late."""
+    told = []
+    for place in ("early", "late"):
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        kept = tbhooks.MemorySink()
+        w = tbhooks.watch(model, kept, every=4, ranks="merge").log_every(2)
+        for step in range(9):
+            loss = model(torch.ones(4, 3)).sum()
+            if place == "early":
+                w.log({"loss": 10.0 * rank + step})
+            loss.backward()
+            optimizer.step()
+            if place == "late":
+                w.log({"loss": 10.0 * rank + step})
+        w.close()
+        values = {frame.step: frame.scalars["train/loss"] for frame in kept.frames if "train/loss" in frame.scalars}
+        told.append((values, w.stats.errors, w.stats.messages))
+    return told

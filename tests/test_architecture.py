@@ -17,6 +17,10 @@ PACKAGE = Path(tbhooks.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 CAPTURE = {
+    "averages",
+    "profiling",
+    "progress",
+    "scalars",
     "select",
     "rows",
     "buckets",

@@ -167,8 +167,8 @@ def test_rules_see_the_whole_history() -> None:
 def test_a_frame_of_scalars_alone_is_kept_but_not_judged() -> None:
     history = History()
     judge = Judge((says(lambda step: [trouble(step)]),), history)
-    judge(make_frame(0, {}))
-    assert len(history) == 1
+    judge(make_frame(0, {}, scalars={"loss": 1.0}))
+    assert history.scalar("loss")[0] == [0]
     assert judge.findings == []
 
 

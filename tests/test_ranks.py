@@ -114,3 +114,13 @@ def test_of_a_model_in_pieces_the_first_rank_shows_what_it_holds(
             assert {type(each).__name__ for each in step} >= {"Picture", "Channels", "Embedding"}
             if wrap != "tensor_parallel":  # there its summands are on several ranks
                 assert counted["activation"]["down"] == 7
+
+
+def test_merged_ranks_share_running_means_of_logged_steps_and_stay_in_step(fleet: Fleet, tmp_path: Path) -> None:
+    first, second = fleet.values(jobs.log_means, 2, tmp_path / "ranks")
+    # Steps 0, 4 and 8 are logged: means over both ranks. The others are the first's own.
+    assert first[0][0] == {0: 5.0, 2: 1.5, 4: 8.5, 6: 5.5, 8: 12.5}
+    # Ranks do not wait for what is logged after a step: it is of the next mean, but for the first.
+    assert first[1][0] == {0: 5.0, 2: 1.5, 4: 8.0, 6: 5.0, 8: 12.0}
+    assert [told[0] for told in second] == [{}, {}]
+    assert [told[1:] for told in (*first, *second)] == [(0, ())] * 4

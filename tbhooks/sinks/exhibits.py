@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from tensorboard.compat.proto import summary_pb2
 
-from tbhooks.exhibits import Channels, Embedding, Exhibit, Picture, Text
-from tbhooks.sinks import channels, pictures, projector, texts
+from tbhooks.exhibits import Channels, Embedding, Ended, Exhibit, Hyperparameters, Picture, Text
+from tbhooks.sinks import channels, hparams, pictures, projector, texts
 from tbhooks.sinks.tensors import Layout
 
 
@@ -34,6 +34,8 @@ WRITERS: dict[type, Write] = {
     Picture: pictures.write,
     Channels: channels.write,
     Embedding: projector.write,
+    Hyperparameters: hparams.write_start,
+    Ended: hparams.write_end,
 }
 
 
