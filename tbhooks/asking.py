@@ -6,17 +6,20 @@ The watch is the only one who has these methods; they are here for the length of
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
+from torch import nn
 
 from tbhooks import stats
 from tbhooks.exhibits import Exhibit
 from tbhooks.frame import Frame
 from tbhooks.loop import Loop
 from tbhooks.onlookers import Onlooker
+from tbhooks.onlookers.graph import GraphOnlooker
 from tbhooks.pump import Pump
 from tbhooks.ranks import Place
 from tbhooks.report import Report
@@ -26,6 +29,7 @@ class Asking:
     """The part of a watch that takes wishes."""
 
     _loop: Loop
+    _model: weakref.ref[nn.Module]
     _pump: Pump
     _place: Place
     _report: Report
@@ -33,6 +37,14 @@ class Asking:
 
     def _check_usable(self) -> None:
         raise NotImplementedError
+
+    def graph(self) -> Self:
+        """Draws the model in TensorBoard's GRAPHS tab, as it runs in the next logged pass, with the real inputs.
+
+        Modules are nested by path; arrows say which tensor went where. Evaluation passes get a graph of their own
+        where `evaluation()` has them read. One pass of each is followed, and nothing stays on the model.
+        """
+        return self._let_look_on(GraphOnlooker(self._model, self._loop.probe, self._report))
 
     def _let_look_on(self, onlooker: Onlooker) -> Self:
         """It looks at logged steps from now on; on the first rank, which writes."""

@@ -67,8 +67,8 @@ ATTENTION = frozenset({"softmax", "scaled_dot_product_attention"})
 FUSED_IN_EVALUATION = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
 
 # A frame of this code is a module's call.
-_MODULE_CALL = nn.Module._call_impl.__code__
-_push = torch._C._push_on_torch_function_stack
+MODULE_CALL = nn.Module._call_impl.__code__
+push = torch._C._push_on_torch_function_stack
 _pop = torch._C._pop_torch_function_stack
 
 
@@ -132,7 +132,7 @@ class _Mode(TorchFunctionMode):
 
     def enter(self, path: str, module: nn.Module) -> None:
         frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame.f_code is not _MODULE_CALL:
+        while frame is not None and frame.f_code is not MODULE_CALL:
             frame = frame.f_back
         del self.calls[_count_running(self.calls, frame and frame.f_back) :]
         inside_blind = bool(self.calls) and self.calls[-1].blind
@@ -154,7 +154,7 @@ class _Mode(TorchFunctionMode):
         wanted = bool(self.calls) and not self.calls[-1].blind
         if wanted is self._on or self._operations_running:
             return
-        (_push if wanted else _take_off)(self)
+        (push if wanted else take_off)(self)
         self._on = wanted
 
     def __torch_function__(
@@ -196,7 +196,7 @@ def _nobody_else_is_asked(types: Any) -> bool:
     return all(map(_has_plain_meaning, types)) and all(isinstance(mode, DeviceContext | _Mode) for mode in modes)
 
 
-def _take_off(mode: TorchFunctionMode) -> None:
+def take_off(mode: TorchFunctionMode) -> None:
     """Removes a mode from torch's stack, wherever it lies, and leaves all others as they are."""
     if not any(torch._C._get_function_stack_at(i) is mode for i in range(torch._C._len_torch_function_stack())):
         return
@@ -204,7 +204,7 @@ def _take_off(mode: TorchFunctionMode) -> None:
     while (top := _pop()) is not mode:
         above.append(top)
     for other in reversed(above):
-        _push(other)
+        push(other)
 
 
 class Functional:

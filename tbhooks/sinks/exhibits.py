@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from tensorboard.compat.proto import summary_pb2
 
-from tbhooks.exhibits import Exhibit, Text
-from tbhooks.sinks import texts
+from tbhooks.exhibits import Exhibit, Graph, Text
+from tbhooks.sinks import graphs, texts
 
 
 class Run(NamedTuple):
@@ -26,6 +26,7 @@ class Run(NamedTuple):
 Write = Callable[[Any, summary_pb2.Summary, Run], None]
 WRITERS: dict[type, Write] = {
     Text: texts.write,
+    Graph: graphs.write,
 }
 
 

@@ -1,0 +1,95 @@
+"""What operations are called, which only pass a tensor on, and the mode by which they are seen in one pass.
+
+The mode passes every call on untouched. It lies on torch's stack while a pass is followed, except inside modules
+that would leave their fused path for it, and sees nothing once the pass was left without a word.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, Protocol
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from tbhooks.functional import MODULE_CALL, Operation, push, take_off
+
+# Those that make no new numbers: what comes out of them is drawn as what went in.
+PASS_ON = frozenset(
+    """
+    view view_as reshape reshape_as flatten unflatten ravel transpose t T mT H mH adjoint permute swapaxes swapdims
+    movedim moveaxis squeeze unsqueeze expand expand_as broadcast_to narrow select unbind chunk split tensor_split
+    split_with_sizes getitem hsplit vsplit dsplit view_as_real view_as_complex real imag as_strided atleast_1d
+    atleast_2d atleast_3d alias contiguous clone to type type_as float double half bfloat16 cpu cuda data
+    as_subclass requires_grad positive iter lift_fresh
+    """.split()
+)
+JOIN = frozenset(("cat", "concat", "concatenate"))
+_SPELT_OUT = {"truediv": "div", "idiv": "div", "itruediv": "div", "rdiv": "div", "rtruediv": "div"}
+_REFLECTED = frozenset("radd rsub rmul rpow rmatmul rmod rfloordiv rand ror rxor rlshift rrshift".split())
+_IN_PLACE = frozenset("iadd isub imul ipow imatmul imod ifloordiv iand ior ixor ilshift irshift".split())
+
+
+def name_of(function: Operation) -> str:
+    """`add` for `torch.add`, `x + y`, `1 + x` and `x += y`."""
+    name = str(getattr(function, "__name__", "operation"))
+    if name == "__get__":  # an attribute such as x.T
+        return str(getattr(getattr(function, "__self__", None), "__name__", name))
+    name = name.partition(".")[0].strip("_")
+    if name in _REFLECTED or name in _IN_PLACE:
+        return name[1:]
+    return _SPELT_OUT.get(name, name)
+
+
+class Sees(Protocol):
+    """What the mode tells: before an operation and after it."""
+
+    def before(self, function: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Any], None]:
+        """Returns what is to be told the result."""
+
+
+class Mode(TorchFunctionMode):
+    """On while a call of a module runs, which is known by the frame it runs in."""
+
+    def __init__(self, sees: Sees) -> None:
+        self._sees = sees
+        self._outermost = id(_module_call(sys._getframe(1)))
+        self._on = False
+        self._operations_running = 0
+
+    def settle(self, wanted: bool) -> None:
+        """Puts it on or off. While one of its operations runs torch itself holds it, and puts it back afterwards."""
+        if wanted is not self._on and not self._operations_running:
+            (push if wanted else take_off)(self)
+            self._on = wanted
+
+    @property
+    def is_left_behind(self) -> bool:
+        """Whether the call it was put on for has ended; torch runs no hook when an interrupt ends a forward."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and id(frame) != self._outermost:
+            frame = frame.f_back
+        return frame is None
+
+    def __torch_function__(
+        self, func: Operation, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.compiler.is_compiling() or self.is_left_behind:
+            return func(*args, **kwargs)
+        told = self._sees.before(func, args, kwargs)
+        self._operations_running += 1
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            self._operations_running -= 1
+        told(result)
+        return result
+
+
+def _module_call(frame: FrameType | None) -> FrameType | None:
+    while frame is not None and frame.f_code is not MODULE_CALL:
+        frame = frame.f_back
+    return frame
