@@ -165,11 +165,14 @@ def _without_loose_ends(boxes: Iterable[Box], outputs: Sequence[Box]) -> list[Bo
 
 
 def _scope_names(scope: Scope, name: str) -> dict[Scope, str]:
+    """The first call of a module has its path for a name, and the others are beside it: nested, they would close
+    loops where there are none.
+    """
     names = {scope: name}
     for inside, place in scope.places.items():
         below = _joined(name, *inside.split("."))
         for number, call in enumerate(place.calls, start=1):
-            names |= _scope_names(call, _joined(below, f"call_{number}") if len(place.calls) > 1 else below)
+            names |= _scope_names(call, below if number == 1 else f"{below}.call_{number}")
     return names
 
 

@@ -16,20 +16,19 @@ from torch.overrides import TorchFunctionMode
 
 from tbhooks.functional import MODULE_CALL, Operation, push, take_off
 
-# Those that make no new numbers: what comes out of them is drawn as what went in.
-PASS_ON = frozenset(
-    """
+_NO_NEW_NUMBERS = """
     view view_as reshape reshape_as flatten unflatten ravel transpose t T mT H mH adjoint permute swapaxes swapdims
     movedim moveaxis squeeze unsqueeze expand expand_as broadcast_to narrow select unbind chunk split tensor_split
     split_with_sizes getitem hsplit vsplit dsplit view_as_real view_as_complex real imag as_strided atleast_1d
     atleast_2d atleast_3d alias contiguous clone to type type_as float double half bfloat16 cpu cuda data
     as_subclass requires_grad positive iter lift_fresh
-    """.split()
-)
+"""
+PASS_ON = frozenset(_NO_NEW_NUMBERS.split())
+"""What comes out of these is drawn as what went in."""
 JOIN = frozenset(("cat", "concat", "concatenate"))
-_SPELT_OUT = {"truediv": "div", "idiv": "div", "itruediv": "div", "rdiv": "div", "rtruediv": "div"}
-_REFLECTED = frozenset("radd rsub rmul rpow rmatmul rmod rfloordiv rand ror rxor rlshift rrshift".split())
-_IN_PLACE = frozenset("iadd isub imul ipow imatmul imod ifloordiv iand ior ixor ilshift irshift".split())
+_OPERATORS = ("add", "sub", "mul", "pow", "matmul", "mod", "floordiv", "and", "or", "xor", "lshift", "rshift")
+_SPELT = {f"{how}{name}": name for name in _OPERATORS for how in "ri"}
+_SPELT |= dict.fromkeys(("truediv", "idiv", "itruediv", "rdiv", "rtruediv"), "div")
 
 
 def name_of(function: Operation) -> str:
@@ -37,10 +36,9 @@ def name_of(function: Operation) -> str:
     name = str(getattr(function, "__name__", "operation"))
     if name == "__get__":  # an attribute such as x.T
         return str(getattr(getattr(function, "__self__", None), "__name__", name))
+    is_operator = name.startswith("__")
     name = name.partition(".")[0].strip("_")
-    if name in _REFLECTED or name in _IN_PLACE:
-        return name[1:]
-    return _SPELT_OUT.get(name, name)
+    return _SPELT.get(name, name) if is_operator else name
 
 
 class Sees(Protocol):
