@@ -20,9 +20,11 @@ from tbhooks.frame import Frame
 from tbhooks.loop import Loop
 from tbhooks.onlookers import Onlooker
 from tbhooks.onlookers.graph import GraphOnlooker
+from tbhooks.onlookers.summary import SummaryOnlooker
 from tbhooks.pump import Pump
 from tbhooks.ranks import Place
 from tbhooks.report import Report
+from tbhooks.summary import Summary
 
 
 class Asking:
@@ -34,6 +36,7 @@ class Asking:
     _place: Place
     _report: Report
     _idle: bool
+    _summary: SummaryOnlooker | None = None
 
     def _check_usable(self) -> None:
         raise NotImplementedError
@@ -45,6 +48,18 @@ class Asking:
         where `evaluation()` has them read. One pass of each is followed, and nothing stays on the model.
         """
         return self._let_look_on(GraphOnlooker(self._model, self._loop.probe, self._report))
+
+    def summary(self) -> Summary:
+        """The layers as a table: classes, outputs, parameters, shares. Prints as text, and is a table in notebooks.
+
+        Outputs are those of the next logged pass, and blank before it; from then on the table is in TensorBoard's
+        TEXT tab as well.
+        """
+        self._check_usable()
+        if self._summary is None:
+            self._summary = SummaryOnlooker(self._model, self._loop.probe.onlookers, self._report)
+            self._let_look_on(self._summary)
+        return Summary(self._summary)
 
     def _let_look_on(self, onlooker: Onlooker) -> Self:
         """It looks at logged steps from now on; on the first rank, which writes."""

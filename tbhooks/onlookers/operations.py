@@ -12,9 +12,8 @@ from types import FrameType
 from typing import Any, Protocol
 
 import torch
-from torch.overrides import TorchFunctionMode
 
-from tbhooks.functional import MODULE_CALL, Operation, push, take_off
+from tbhooks.functional import MODULE_CALL, Operation, OwnMode
 
 _NO_NEW_NUMBERS = """
     view view_as reshape reshape_as flatten unflatten ravel transpose t T mT H mH adjoint permute swapaxes swapdims
@@ -48,20 +47,13 @@ class Sees(Protocol):
         """Returns what is to be told the result."""
 
 
-class Mode(TorchFunctionMode):
+class Mode(OwnMode):
     """On while a call of a module runs, which is known by the frame it runs in."""
 
     def __init__(self, sees: Sees) -> None:
+        super().__init__()
         self._sees = sees
         self._outermost = id(_module_call(sys._getframe(1)))
-        self._on = False
-        self._operations_running = 0
-
-    def settle(self, wanted: bool) -> None:
-        """Puts it on or off. While one of its operations runs torch itself holds it, and puts it back afterwards."""
-        if wanted is not self._on and not self._operations_running:
-            (push if wanted else take_off)(self)
-            self._on = wanted
 
     @property
     def is_left_behind(self) -> bool:
