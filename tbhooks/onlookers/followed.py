@@ -54,7 +54,7 @@ class Pass:
         self._origins = Origins()
         self._running: list[_Call] = []
         self._outputs: list[Box] = []
-        self._sees_operations = sees_operations
+        self.sees_operations = sees_operations
         self._mode: Mode | None = None
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             self._origins.set(tensor, name)
@@ -80,7 +80,7 @@ class Pass:
             )
             self._running.append(_Call(path, module, scope, origins, is_blind))
             self.called.add(path)
-        if self._mode is None and self._sees_operations:
+        if self._mode is None and self.sees_operations:
             self._mode = Mode(self)
         self._settle()
 
@@ -185,7 +185,7 @@ class Pass:
     def _origin(self, tensor: Tensor) -> Origin | str | None:
         """Where a tensor came from; one that came from nowhere was made by something that cannot be followed."""
         origin = self._origins.of(tensor)
-        if origin is None and self._running and self._sees_operations:
+        if origin is None and self._running and self.sees_operations:
             scope = self._running[-1].scope
             made_by = type(tensor.grad_fn).__name__.removesuffix("Backward") if tensor.grad_fn is not None else "tensor"
             box = self._drawing.box(scope, made_by, made_by)

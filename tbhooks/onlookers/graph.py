@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from tbhooks import outputs
+from tbhooks import compiled, outputs
 from tbhooks.autograd import in_backward
 from tbhooks.buffer import Recorder
 from tbhooks.exhibits import Exhibit
@@ -124,7 +124,9 @@ class GraphOnlooker:
         """A module's forward begins."""
         if self._handles and torch._C._get_tracing_state() is None:
             with self._report.guarded(f"entering {path}"), self._kept_from_harm():
-                if not self._is_under_way():
+                if self._failed:
+                    self.take_off()
+                elif not self._is_under_way():
                     self._begin_pass(path, args, kwargs)
                 if self._pass is not None and threading.get_ident() == self._thread:
                     self._pass.enter(path, module, args, kwargs)
@@ -134,6 +136,9 @@ class GraphOnlooker:
         if self._pass is None or threading.get_ident() != self._thread or torch._C._get_tracing_state() is not None:
             return
         with self._report.guarded(f"leaving {path}"), self._kept_from_harm():
+            if self._failed:
+                self.take_off()
+                return
             self._pass.leave(path, output)
             if path == ROOT and not self._pass.is_running:
                 if output is None and sys.exc_info()[0] is not None:
@@ -147,12 +152,15 @@ class GraphOnlooker:
             yield
         except Exception as problem:
             self._fail(problem)
+            self.take_off()
 
     def _fail(self, problem: Exception) -> None:
-        """What cannot be drawn once is not tried again."""
-        self._failed = True
-        self.take_off()
-        self._report.error("drawing the graph", problem)
+        """What cannot be drawn once is not tried again. In the middle of an operation the mode cannot be taken off:
+        that is left to the next module that is entered or left.
+        """
+        if not self._failed:
+            self._failed = True
+            self._report.error("drawing the graph", problem)
 
     def _is_under_way(self) -> bool:
         """In any thread: those that run parts of a pass beside it are not drawn."""
@@ -179,11 +187,12 @@ class GraphOnlooker:
             return
         followed = self._pass or Pass(model, False, self._report, self._fail)
         self._drop()
-        hidden = [path for path in leaves(list(self._shown)) if path not in followed.called and path in self._modules]
+        shown, self._shown = self._shown, {}
+        hidden = [path for path in leaves(list(shown)) if path not in followed.called and path in self._modules]
         for path in hidden:
-            shapes, types = self._shown[path]
+            shapes, types = shown[path]
             followed.add_unconnected(path, self._modules[path], shapes, ", ".join(dict.fromkeys(types)))
-        if hidden or self._is_compiled(model):
+        if not followed.sees_operations:
             self._report.cannot_see(f"{phase} graph", COMPILED)
         self._drawn.add(phase)
         self._probe.onlookers.change_wishes()
@@ -201,9 +210,8 @@ class GraphOnlooker:
         recorder.exhibit(guarded(make, self._report, f"drawing the {phase} graph"))
 
     def _is_compiled(self, model: nn.Module) -> bool:
-        return self._probe.gate.was_compiled or any(
-            hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in model.modules()
-        )
+        """Whether compiled code runs in it or around it, which would be compiled anew for a mode."""
+        return self._probe.gate.was_compiled or compiled.is_around() or any(map(compiled.is_compiled, model.modules()))
 
 
 def _phase(model: nn.Module) -> str:
