@@ -58,7 +58,8 @@ class Placement:
         modules = select.walk(model)
         self.aliases = modules.aliases
         wanted = self._modules_to_hook(modules.by_path)
-        as_wished = self._wishes == self._onlookers.wishes
+        # Compiled code would be compiled anew; what nobody wants any more is then shown to nobody.
+        as_wished = self._wishes == self._onlookers.wishes or self._told.gate.was_compiled
         if self._are_on and as_wished and all(self._has(path, module) for path, module in wanted.items()):
             self._onlookers.put_on(modules.by_path)
             return

@@ -95,13 +95,13 @@ class GraphOnlooker:
     # Its own hooks, put on and taken off with the others.
 
     def put_on(self, modules: Mapping[str, nn.Module]) -> None:
-        """On every module, if the next pass is to be drawn."""
+        """On every module, if the next pass is to be drawn. What is compiled would be compiled anew for them."""
         model = self._model()
-        if model is None or self._handles or self._failed or not self._is_wanted(model):
+        if model is None or self._failed or not self._is_wanted(model):
             return
-        called = {path: module for path, module in modules.items() if type(module).forward is not nn.Module.forward}
-        self._modules = dict(called)
-        self._handles = hook_calls(called, self)
+        self._modules = modules
+        if not self._handles and not self._probe.gate.was_compiled:
+            self._handles = hook_calls(_python_runs_in(modules), self)
 
     def _is_wanted(self, model: nn.Module) -> bool:
         return TRAINING not in self._drawn or (not model.training and EVALUATION not in self._drawn)
@@ -173,6 +173,9 @@ class GraphOnlooker:
             self._drop()
             return
         phase = _phase(model)
+        if compiled.is_around():
+            self._rest()
+            return
         goes_on = self._pass is not None and path != ROOT and self._into is into and phase == self._phase
         if goes_on or phase in self._drawn:
             return
@@ -201,6 +204,11 @@ class GraphOnlooker:
         else:
             self._waiting.append((phase, followed))
         if not self._is_wanted(model):
+            self._rest()
+
+    def _rest(self) -> None:
+        """There is nothing to draw at present. Hooks that have been compiled do nothing, and stay until all go."""
+        if not self._probe.gate.was_compiled:
             self.take_off()
 
     def _exhibit(self, recorder: Recorder, phase: str, followed: Pass) -> None:
@@ -210,8 +218,24 @@ class GraphOnlooker:
         recorder.exhibit(guarded(make, self._report, f"drawing the {phase} graph"))
 
     def _is_compiled(self, model: nn.Module) -> bool:
-        """Whether compiled code runs in it or around it, which would be compiled anew for a mode."""
-        return self._probe.gate.was_compiled or compiled.is_around() or any(map(compiled.is_compiled, model.modules()))
+        """Whether compiled code runs in it, which would be compiled anew for a mode."""
+        return self._probe.gate.was_compiled or any(map(compiled.is_compiled, model.modules()))
+
+
+def _python_runs_in(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Those that are called, and not as part of something that is known to be compiled."""
+    hidden = {
+        name if path == ROOT else f"{path}.{name}"
+        for path, module in modules.items()
+        for name, part in module._modules.items()
+        if part is not None and compiled.is_compiled(part)
+    }
+    return {
+        path: module
+        for path, module in modules.items()
+        if type(module).forward is not nn.Module.forward
+        and not any(path == top or path.startswith(f"{top}.") for top in hidden)
+    }
 
 
 def _phase(model: nn.Module) -> str:
