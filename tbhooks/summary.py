@@ -163,9 +163,12 @@ def _markdown_row(row: list[str]) -> str:
     return " | ".join(map(_markdown, row))
 
 
+_PLAIN = {letter: f"\\{letter}" for letter in "\\`*_{}[]#|!~"} | {"<": "&lt;", ">": "&gt;", "&": "&amp;"}
+
+
 def _markdown(words: str) -> str:
     """Nothing in a name is markup."""
-    return "".join(f"\\{letter}" if letter in "\\`*_{}[]<>#|!~" else letter for letter in printable(words))
+    return "".join(_PLAIN.get(letter, letter) for letter in printable(words))
 
 
 class Known(Protocol):

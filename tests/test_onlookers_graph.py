@@ -899,3 +899,37 @@ def test_a_compiled_part_is_drawn_beside_what_is_not() -> None:
     assert arrows(graph)["head/1"] == ["head/0"]
     assert "compiled" in run.watch.stats.unseen["training graph"]
     check_structure(graph, set())
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.parametrize("asked", ["before", "after"])
+def test_a_compiled_step_is_not_compiled_anew(asked: str) -> None:
+    def compilations(asked: str) -> tuple[int, tbhooks.Watch, list[Any]]:
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        model, kept, seen = Residual(), tbhooks.MemorySink(), []
+
+        def backend(graph: Any, _inputs: Any) -> Callable[..., Any]:
+            seen.append(graph)
+            return graph.forward  # type: ignore[no-any-return]
+
+        @torch.compile(backend=backend, fullgraph=True)
+        def loss(given: Tensor) -> Tensor:
+            return model(given).sum()
+
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        w = tbhooks.watch(model, kept, every=2)
+        for step in range(8):
+            if (asked, step) in (("before", 0), ("after", 4)):
+                w.graph()
+            loss(x()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        w.close()
+        assert w.stats.errors == 0, w.stats.messages
+        return len(seen), w, [exhibit for frame in kept.frames for exhibit in frame.exhibits]
+
+    count, w, (graph,) = compilations(asked)
+    assert count == compilations("never")[0]
+    assert [node.name for node in graph.nodes] == ["one", "two"]
+    assert "compiled" in w.stats.unseen["training graph"]

@@ -46,6 +46,9 @@ class Run(Protocol):
     @property
     def time(self) -> float: ...
 
+    @property
+    def step(self) -> int: ...
+
     def send(self, event: bytes, /) -> None: ...
 
 
@@ -53,7 +56,8 @@ def write(graph: Graph, summary: summary_pb2.Summary, run: Run) -> None:
     """The run's own graph as an event of its own, others into the summary of the step's event."""
     content = graph_def(graph)
     if graph.name == TRAINING and not has_graph_of_others(run.directory):
-        event = event_pb2.Event(wall_time=run.time, graph_def=content.SerializeToString())
+        # With its step: of several graphs of one step, one of TensorBoard's loaders shows the oldest.
+        event = event_pb2.Event(wall_time=run.time, step=run.step, graph_def=content.SerializeToString())
         run.send(event.SerializeToString())
         return
     functions = config_pb2.RunMetadata.FunctionGraphs(pre_optimization_graph=content)
