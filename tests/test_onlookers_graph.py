@@ -326,7 +326,7 @@ def test_a_module_that_only_calls_one_from_elsewhere_is_drawn_behind_it() -> Non
     }  # fmt: skip
 
 
-def test_what_an_autograd_function_made_is_drawn_without_an_arrow_and_says_so() -> None:
+def test_what_an_autograd_function_computes_is_drawn_as_well() -> None:
     class Twice(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -344,8 +344,24 @@ def test_what_an_autograd_function_made_is_drawn_without_an_arrow_and_says_so() 
         def forward(self, x: Tensor) -> Tensor:
             return self.two(Twice.apply(self.one(x)))
 
+    assert arrows(drawn(Model(), x())) == {
+        "input/x": [], "one": ["input/x"], "mul": ["one"], "two": ["mul"], "output": ["two"],
+    }  # fmt: skip
+
+
+def test_a_tensor_from_nowhere_is_drawn_without_an_arrow_and_says_so() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.kept = nn.Linear(4, 4), [x()]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) + self.kept[0]
+
     graph = drawn(Model(), x())
-    assert arrows(graph)["two"] == ["Twice"] or arrows(graph)["two"] == ["mul"]
+    assert arrows(graph)["add"] == ["layer", "tensor"]
+    assert arrows(graph)["tensor"] == []
+    assert "shows no operation" in node(graph, "tensor").attributes["note"]
 
 
 # --- What a box says ------------------------------------------------------------------------------
@@ -365,6 +381,11 @@ def test_a_module_says_its_class_settings_shapes_types_and_parameters() -> None:
     assert linear.attributes["parameters"] == "1,085"
     assert linear.attributes["trainable"] == "all"
     assert linear.attributes["dtype"] == "float32"
+
+
+def test_an_operation_says_what_it_is_inside_of() -> None:
+    graph = drawn(Nested(), x())
+    assert node(graph, "blocks/1/add").attributes["inside"] == "Residual blocks.1, 40 parameters"
 
 
 def test_a_module_that_does_nothing_says_so() -> None:

@@ -289,7 +289,11 @@ def _types(found: list[Tensor]) -> dict[str, str]:
 
 
 def _inside(scope: Scope) -> dict[str, str]:
-    return {"inside": scope.about["module"]} if "module" in scope.about else {}
+    """TensorBoard says nothing of what boxes are nested in: the boxes do."""
+    if "module" not in scope.about:
+        return {}
+    count = scope.about.get("parameters")
+    return {"inside": scope.about["module"] + (f", {count} parameters" if count else "")}
 
 
 def argument_names(module: nn.Module) -> list[str]:
