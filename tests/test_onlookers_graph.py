@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import itertools
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import tbhooks
@@ -857,6 +859,81 @@ def test_it_can_be_asked_for_in_the_middle_of_training() -> None:
     assert [(frame.step, len(frame.exhibits)) for frame in kept.frames] == [(0, 0), (2, 1), (4, 0)]
     with pytest.raises(tbhooks.ClosedError):
         w.graph()
+
+
+def test_a_scripted_part_is_left_out_and_what_it_made_is_drawn() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4)), nn.Linear(4, 4))
+    run = Run(model)
+    run.watch.summary()
+    run.step(x())
+    (graph,) = run.graphs()
+    assert arrows(graph)["2"] == ["Addmm"]
+    assert "no operation" in node(graph, "Addmm").attributes["note"]
+
+
+def test_a_module_that_runs_in_another_thread_is_drawn_without_arrows() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.here, self.there = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            made: list[Tensor] = []
+            thread = threading.Thread(target=lambda: made.append(self.there(x)))
+            thread.start()
+            thread.join()
+            return self.here(x) + made[0]
+
+    run = Run(Model())
+    run.step(x())
+    (graph,) = run.graphs()
+    assert arrows(graph)["add"] == ["Addmm", "here"]
+    assert arrows(graph)["there"] == ["^here"]
+    assert "another thread" in run.watch.stats.unseen["training graph"]
+
+
+@pytest.mark.parametrize("how", ["trace", "export", "vmap", "grad", "fake"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_passes_with_stand_ins_for_tensors_are_not_drawn(how: str) -> None:
+    run = Run(Residual())
+    model = run.model
+    ways: dict[str, Callable[[], Any]] = {
+        "trace": lambda: torch.jit.trace(model, x(), check_trace=False),
+        "export": lambda: torch.export.export(model, (x(),)),
+        "vmap": lambda: torch.func.vmap(model)(x(2, 3, 4)),
+        "grad": lambda: torch.func.grad(lambda given: model(given).sum())(x()),
+        "fake": lambda: with_fake_tensors(copy.deepcopy(model)),
+    }
+    ways[how]()
+    run.step(x(5, 4))
+    (graph,) = run.graphs()
+    assert node(graph, "input/x").shapes == ((5, 4),)
+    assert arrows(graph)["add"] == ["input/x", "two"]
+
+
+def with_fake_tensors(model: nn.Module) -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model(torch.ones(3, 4))
+
+
+def test_a_model_of_one_layer_is_one_box() -> None:
+    assert arrows(drawn(nn.Linear(4, 2), x())) == {"input/input": [], "Linear": ["input/input"], "output": ["Linear"]}
+
+
+def test_a_model_that_calls_itself_is_one_pass() -> None:
+    class Recursive(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, depth: int = 1) -> Tensor:
+            x = self.layer(x).relu()
+            return self(x, depth - 1) if depth else x
+
+    assert arrows(drawn(Recursive(), x())) == {
+        "input/x": [], "layer": ["input/x"], "relu": ["layer"], "layer.call_2": ["relu"], "relu_1": ["layer.call_2"],
+        "output": ["relu_1"],
+    }  # fmt: skip
 
 
 # --- Compiled -------------------------------------------------------------------------------------

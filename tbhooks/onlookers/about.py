@@ -24,6 +24,11 @@ def type_of(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
+def is_called(module: nn.Module) -> bool:
+    """Not a ModuleList or its like, which only hold others."""
+    return isinstance(module, torch.jit.ScriptModule) or type(module).forward is not nn.Module.forward
+
+
 def about_module(path: str, module: nn.Module) -> dict[str, str]:
     """As attributes of a box."""
     kind = type(module)

@@ -84,9 +84,10 @@ class Scope:
     def is_empty(self) -> bool:
         return not self.places and not self.boxes
 
-    def all_boxes(self) -> Iterator[Box]:
+    def operations(self) -> Iterator[Box]:
+        """What was computed in it, without what went in."""
         for boxes in self.boxes.values():
-            yield from boxes
+            yield from (box for box in boxes if not box.stays)
 
 
 class Drawing:
@@ -128,7 +129,7 @@ class Drawing:
             scope.own = self._new(scope, "", operation)
             scope.own.stays = True
         scope.own.repeats = scope.repeats
-        for box in scope.all_boxes():
+        for box in scope.operations():
             if box.part_of is None:
                 box.part_of = scope.own
                 scope.own.inputs.update(box.inputs)

@@ -28,6 +28,7 @@ from tbhooks.report import Report
 Failed = Callable[[Exception], None]
 # More tensors than this of one output or input are a cache or a list of everything, and tell no more.
 MOST_TENSORS = 64
+NOT_FOLLOWED = "what went in is not known: it was compiled, or ran in another thread. The dotted arrow is the order"
 
 
 @dataclass
@@ -128,7 +129,7 @@ class Pass:
             if not scope.is_empty or not scope.inside:
                 return
             given = [self._origin(tensor) for tensor in found]  # all it did was to call modules from elsewhere
-        elif is_of_torch(call.module) or sum(1 for _ in scope.all_boxes()) <= 1:
+        elif is_of_torch(call.module) or sum(1 for _ in scope.operations()) <= 1:
             given = [origin for _, _, origin in call.given]
         else:
             return
@@ -151,11 +152,11 @@ class Pass:
     def add_unconnected(self, path: str, module: nn.Module, shapes: list[tuple[int, ...]], types: str) -> None:
         """A module of which only its outputs were seen, after those that were added before it."""
         scope = self._scope(path)
-        before = next((box for box in reversed(self._drawing.boxes) if box.stays), None)
+        before = next((box for box in reversed(self._drawing.boxes) if not box.label), None)
         box = self._drawing.own_box(scope, type(module).__name__)
         if not box.shapes:
             box.shapes, box.after = shapes, before
-            box.attributes = {**about_module(path, module), "dtype": types, "note": "compiled: arrows show the order"}
+            box.attributes = {**about_module(path, module), "dtype": types, "note": NOT_FOLLOWED}
         self.called.add(path)
 
     # What goes in and comes out of the whole.
@@ -187,7 +188,9 @@ class Pass:
         origin = self._origins.of(tensor)
         if origin is None and self._running and self.sees_operations:
             scope = self._running[-1].scope
-            made_by = type(tensor.grad_fn).__name__.removesuffix("Backward") if tensor.grad_fn is not None else "tensor"
+            made_by = (
+                re.sub(r"Backward\d*$", "", type(tensor.grad_fn).__name__) if tensor.grad_fn is not None else "tensor"
+            )
             box = self._drawing.box(scope, made_by, made_by)
             box.shapes = [shape_of(tensor)]
             box.attributes |= {**_types([tensor]), "note": "made by something that shows no operation"}
@@ -197,10 +200,13 @@ class Pass:
 
     # Operations.
 
+    @property
+    def is_looking(self) -> bool:
+        """Not where our own hooks compute something."""
+        return not self._report.is_at_work
+
     def before(self, function: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Any], None]:
         """An operation begins: where what it is given comes from has to be known before it changes anything."""
-        if self._report.is_at_work:
-            return _nothing
         try:
             with torch._C.DisableTorchFunction():
                 return self._before(function, args, kwargs)

@@ -23,7 +23,7 @@ from tbhooks.buffer import Recorder
 from tbhooks.exhibits import Exhibit
 from tbhooks.frame import ROOT
 from tbhooks.onlookers import guarded
-from tbhooks.onlookers.about import shape_of, type_of
+from tbhooks.onlookers.about import is_called, shape_of, type_of
 from tbhooks.onlookers.followed import Pass, leaves
 from tbhooks.pending import Read
 from tbhooks.placement import hook_calls
@@ -32,6 +32,7 @@ from tbhooks.report import Report
 from tbhooks.rows import has_no_data
 
 TRAINING, EVALUATION = "training", "evaluation"
+ELSEWHERE = "of modules that run in another thread only that they ran is known"
 COMPILED = "inside compiled code modules are seen, and neither operations nor what goes from one to another"
 
 
@@ -195,8 +196,8 @@ class GraphOnlooker:
         for path in hidden:
             shapes, types = shown[path]
             followed.add_unconnected(path, self._modules[path], shapes, ", ".join(dict.fromkeys(types)))
-        if not followed.sees_operations:
-            self._report.cannot_see(f"{phase} graph", COMPILED)
+        if hidden or not followed.sees_operations:
+            self._report.cannot_see(f"{phase} graph", ELSEWHERE if followed.sees_operations else COMPILED)
         self._drawn.add(phase)
         self._probe.onlookers.change_wishes()
         if self._into is not None and self._into is self._probe.evaluation:
@@ -233,8 +234,7 @@ def _python_runs_in(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     return {
         path: module
         for path, module in modules.items()
-        if type(module).forward is not nn.Module.forward
-        and not any(path == top or path.startswith(f"{top}.") for top in hidden)
+        if is_called(module) and not any(path == top or path.startswith(f"{top}.") for top in hidden)
     }
 
 

@@ -43,6 +43,10 @@ def name_of(function: Operation) -> str:
 class Sees(Protocol):
     """What the mode tells: before an operation and after it."""
 
+    @property
+    def is_looking(self) -> bool:
+        """Whether what is computed now is the model's."""
+
     def before(self, function: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Any], None]:
         """Returns what is to be told the result."""
 
@@ -67,7 +71,7 @@ class Mode(OwnMode):
         self, func: Operation, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling() or self.is_left_behind:
+        if torch.compiler.is_compiling() or not self._sees.is_looking or self.is_left_behind:
             return func(*args, **kwargs)
         told = self._sees.before(func, args, kwargs)
         self._operations_running += 1

@@ -17,7 +17,7 @@ from tbhooks.buffer import Recorder
 from tbhooks.exhibits import Exhibit
 from tbhooks.frame import ROOT
 from tbhooks.onlookers import Onlookers, guarded
-from tbhooks.onlookers.about import shape_of, type_of
+from tbhooks.onlookers.about import is_called, shape_of, type_of
 from tbhooks.pending import Read
 from tbhooks.report import Report
 from tbhooks.summary import Layer, Layers, as_exhibit
@@ -107,7 +107,7 @@ def described(model: nn.Module, seen: Mapping[str, _Outputs], samples: int) -> L
 
 
 def _has_no_parts(module: nn.Module) -> bool:
-    return not any(module.children()) and type(module).forward is not nn.Module.forward
+    return next(module.children(), None) is None and is_called(module)
 
 
 def _layer(
