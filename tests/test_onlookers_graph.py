@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import tbhooks
 from tbhooks.exhibits import Graph, Node
@@ -533,6 +534,18 @@ def test_every_model_is_drawn_and_trains_as_if_it_were_not(name: str) -> None:
 def test_what_a_checkpoint_computes_again_is_not_drawn_again(name: str) -> None:
     (graph,) = trained(name, True).graphs
     assert not [node.name for node in graph.nodes if "call_2" in node.name]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_nor_if_only_parts_of_the_model_are_called(reentrant: bool) -> None:
+    run = Run(nn.ModuleDict({"block": nn.Sequential(nn.Linear(4, 4), nn.ReLU()), "head": nn.Linear(4, 2)}))
+    block, head = run.model["block"], run.model["head"]  # type: ignore[index]
+    total(head(checkpoint(block, x().requires_grad_(), use_reentrant=reentrant))).backward()
+    run.optimizer.step()
+    (graph,) = run.graphs()
+    assert arrows(graph) == {
+        "input/input": [], "block/0": ["input/input"], "block/1": ["block/0"], "head": ["block/1"],
+    }  # fmt: skip
 
 
 def test_functional_statistics_are_the_same_beside_it() -> None:
