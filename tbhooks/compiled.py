@@ -156,12 +156,12 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def is_around() -> bool:
-    """Whether something compiled is what has called this, as far as Python knows."""
+    """Whether something compiled is what has called this, as far as Python knows; not what compilers were kept from."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     frame: FrameType | None = sys._getframe(1) if dynamo is not None else None
     while frame is not None and frame.f_globals is not vars(dynamo):
         frame = frame.f_back
-    return frame is not None
+    return frame is not None and not frame.f_code.co_qualname.startswith("DisableContext")
 
 
 def never_compiled(function: Function) -> Function:

@@ -87,8 +87,8 @@ class Placement:
         self._onlookers.put_on(modules.by_path)
 
     def put_on_anew(self) -> None:
-        """Somebody has begun to look on."""
-        if self._are_on:
+        """Somebody has begun to look on; where a step is open, hooks are on even if there were none to put on."""
+        if self._are_on or self._told.gate.open:
             self.take_off()
             self.put_on()
 

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import tbhooks
+from tbhooks import hooks
 from tbhooks.exhibits import Graph, Node
 from tbhooks.frame import ALL_KINDS
 from tbhooks.onlookers import boxes
@@ -264,6 +265,28 @@ def test_what_is_changed_in_place_comes_from_what_changed_it() -> None:
         "setitem": ["mul"],
         "output": ["setitem"],
     }
+
+
+def test_a_view_of_what_was_changed_comes_from_what_changed_it() -> None:
+    graph = arrows(drawn(zoo.ZOO["base_overwritten"].build(), x(3, 8)))
+    assert graph == {"input/x": [], "widen": ["input/x"], "halve": ["widen"], "mul": ["widen"], "output": ["mul"]}
+
+
+def test_what_leads_nowhere_is_left_out() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            self.unused(torch.exp(x))
+            torch.arange(3).cumsum(0)
+            return self.layer(x)
+
+    assert arrows(drawn(Model(), x(), x())) == {
+        "input/x": [], "input/mask": [], "exp": ["input/x"], "unused": ["exp"], "layer": ["input/x"],
+        "output": ["layer"],
+    }  # fmt: skip
 
 
 class Joined(nn.Module):
@@ -624,7 +647,7 @@ def test_on_a_device_it_waits_for_nothing_and_copies_nothing() -> None:
 
 
 def test_after_one_pass_nothing_is_left_even_if_every_step_is_logged() -> None:
-    def hooks(drawn: bool) -> list[int]:
+    def counted(drawn: bool) -> list[int]:
         model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         w = tbhooks.watch(model, every=1, include="0")
@@ -639,9 +662,24 @@ def test_after_one_pass_nothing_is_left_even_if_every_step_is_logged() -> None:
         w.close()
         return counts
 
-    watched, bare = hooks(True), hooks(False)
+    watched, bare = counted(True), counted(False)
     assert watched[0] > bare[0]
     assert watched[1:] == bare[1:]
+
+
+def test_before_backward_nothing_is_left() -> None:
+    run = Run(Residual(), kinds="weight")
+    before = zoo.hook_count(run.model)
+    loss = total(run.model(x()))
+    assert zoo.hook_count(run.model) < before
+    assert not [hook for module in run.model.modules() for hook in module._forward_pre_hooks.values() if is_ours(hook)]
+    loss.backward()
+    run.optimizer.step()
+    assert len(run.graphs()) == 1
+
+
+def is_ours(hook: object) -> bool:
+    return isinstance(hook, hooks.CallHook | hooks.ReturnHook)
 
 
 def test_micro_batches_are_one_graph() -> None:
@@ -729,13 +767,15 @@ def test_a_model_that_is_never_trained_is_drawn_too(mode: Any) -> None:
 
 
 def test_fused_attention_in_evaluation_stays_as_it_is() -> None:
-    layer = nn.MultiheadAttention(8, 2, batch_first=True).eval()
+    layer, modes = nn.MultiheadAttention(8, 2, batch_first=True).eval(), []
+    layer.register_forward_hook(lambda *_: modes.append(torch._C._len_torch_function_stack()))
     model = nn.Sequential(nn.Linear(8, 8), Attends(layer)).eval()
     given = torch.randn(2, 3, 8)
     with torch.no_grad():
         expected = model(given)
         with tbhooks.watch(model, tbhooks.MemorySink(), every=1, step="forward", kinds="weight").graph():
             assert torch.equal(model(given), expected)
+    assert modes == [0, 0]
 
 
 class Attends(nn.Module):
