@@ -21,32 +21,56 @@ from tbhooks.exhibits import Ended, Exhibit
 from tbhooks.frame import Frame
 from tbhooks.loop import Loop
 from tbhooks.onlookers import Onlooker, channels, embeddings, pictures
+from tbhooks.onlookers.graph import GraphOnlooker
+from tbhooks.onlookers.summary import SummaryOnlooker
 from tbhooks.profiling import Profile
 from tbhooks.progress import PARTS
 from tbhooks.pump import Pump
 from tbhooks.ranks import Place
 from tbhooks.report import Report
 from tbhooks.sinks import Sink
+from tbhooks.summary import Summary
 
 
 class Asking:
     """The part of a watch that takes wishes."""
 
     _loop: Loop
+    _model: weakref.ref[nn.Module]
     _pump: Pump
     _place: Place
-    _model: weakref.ref[nn.Module]
     _report: Report
     _idle: bool
     _sinks: tuple[Sink, ...]
     _is_compared = False
     """Whether the run's hyperparameters were given, so that its end is to be told."""
+    _summary: SummaryOnlooker | None = None
 
     def _check_usable(self) -> None:
         raise NotImplementedError
 
     def _run_directory(self) -> str | None:
         raise NotImplementedError
+
+    def graph(self) -> Self:
+        """Draws the model in TensorBoard's GRAPHS tab, as it runs in the next logged pass, with the real inputs.
+
+        Modules are nested by path; arrows say which tensor went where. Evaluation passes get a graph of their own
+        where `evaluation()` has them read. One pass of each is followed, and nothing stays on the model.
+        """
+        return self._let_look_on(GraphOnlooker(self._model, self._loop.probe, self._report))
+
+    def summary(self) -> Summary:
+        """The layers as a table: classes, outputs, parameters, shares. Prints as text, and is a table in notebooks.
+
+        Outputs are those of the next logged pass, and blank before it; from then on the table is in TensorBoard's
+        TEXT tab as well.
+        """
+        self._check_usable()
+        if self._summary is None:
+            self._summary = SummaryOnlooker(self._model, self._loop.probe.onlookers, self._report)
+            self._let_look_on(self._summary)
+        return Summary(self._summary)
 
     def images(self, pattern: Any = None, *, every: int | None = None, most_bytes: int = pictures.MOST_BYTES) -> Self:
         """Pictures in TensorBoard's IMAGES tab: outputs of the modules that `pattern` means (whatever `include` takes),

@@ -13,12 +13,12 @@ import itertools
 import sys
 import weakref
 from collections.abc import Callable
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any, Protocol, TypeVar
 
 import torch
 import wrapt
-from torch import Tensor
+from torch import Tensor, nn
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -148,6 +148,20 @@ def stays_uncompiled(function: Callable[..., Any]) -> None:
             actions = eval_frame._FrameAction
             strategy = eval_frame._FrameExecStrategy(actions.SKIP, actions.DEFAULT)
             eval_frame.set_code_exec_strategy(code, strategy)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module is called through compiled code; that it is part of such code does not show on it."""
+    return "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def is_around() -> bool:
+    """Whether something compiled is what has called this, as far as Python knows; not what compilers were kept from."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    frame: FrameType | None = sys._getframe(1) if dynamo is not None else None
+    while frame is not None and frame.f_globals is not vars(dynamo):
+        frame = frame.f_back
+    return frame is not None and not frame.f_code.co_qualname.startswith("DisableContext")
 
 
 def never_compiled(function: Function) -> Function:

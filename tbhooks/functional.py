@@ -70,8 +70,8 @@ ATTENTION = frozenset({"softmax", "scaled_dot_product_attention"})
 FUSED_IN_EVALUATION = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
 
 # A frame of this code is a module's call.
-_MODULE_CALL = nn.Module._call_impl.__code__
-_push = torch._C._push_on_torch_function_stack
+MODULE_CALL = nn.Module._call_impl.__code__
+push = torch._C._push_on_torch_function_stack
 _pop = torch._C._pop_torch_function_stack
 
 
@@ -123,19 +123,36 @@ def _count_running(calls: list[_Call], frame: FrameType | None) -> int:
     return count
 
 
-class _Mode(TorchFunctionMode):
-    """One thread's running modules, and what sees the operations they call."""
+class OwnMode(TorchFunctionMode):
+    """A mode of this package: it passes every call on untouched, and lies on the stack while modules run."""
 
-    def __init__(self, owner: Functional) -> None:
-        self.calls: list[_Call] = []
-        self.era = owner.era
-        self._owner = owner
+    def __init__(self) -> None:
         self._on = False
         self._operations_running = 0
 
+    def lie_on_stack(self, wanted: bool) -> None:
+        """Puts the mode on or off.
+
+        While one of its operations runs torch itself holds the mode, and puts it back afterwards: then it stays
+        until the next time this is called.
+        """
+        if wanted is not self._on and not self._operations_running:
+            (push if wanted else take_off)(self)
+            self._on = wanted
+
+
+class _Mode(OwnMode):
+    """One thread's running modules, and what sees the operations they call."""
+
+    def __init__(self, owner: Functional) -> None:
+        super().__init__()
+        self.calls: list[_Call] = []
+        self.era = owner.era
+        self._owner = owner
+
     def enter(self, path: str, module: nn.Module) -> None:
         frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame.f_code is not _MODULE_CALL:
+        while frame is not None and frame.f_code is not MODULE_CALL:
             frame = frame.f_back
         del self.calls[_count_running(self.calls, frame and frame.f_back) :]
         inside_blind = bool(self.calls) and self.calls[-1].blind
@@ -149,16 +166,8 @@ class _Mode(TorchFunctionMode):
         self.settle()
 
     def settle(self) -> None:
-        """Puts the mode on or off, as the running modules want it.
-
-        While one of its operations runs torch itself holds the mode, and puts it back afterwards: then it stays
-        until the next module is entered or left, and sees nothing where no module runs.
-        """
-        wanted = bool(self.calls) and not self.calls[-1].blind
-        if wanted is self._on or self._operations_running:
-            return
-        (_push if wanted else _take_off)(self)
-        self._on = wanted
+        """Puts the mode on or off, as the running modules want it. Where no module runs it sees nothing."""
+        self.lie_on_stack(bool(self.calls) and not self.calls[-1].blind)
 
     def __torch_function__(
         self, func: Operation, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -196,10 +205,10 @@ class _Mode(TorchFunctionMode):
 def _nobody_else_is_asked(types: Any) -> bool:
     """Whether neither a subclass nor another mode, which a redispatch would pass over, has a say in an operation."""
     modes = map(torch._C._get_function_stack_at, range(torch._C._len_torch_function_stack()))
-    return all(map(_has_plain_meaning, types)) and all(isinstance(mode, DeviceContext | _Mode) for mode in modes)
+    return all(map(_has_plain_meaning, types)) and all(isinstance(mode, DeviceContext | OwnMode) for mode in modes)
 
 
-def _take_off(mode: TorchFunctionMode) -> None:
+def take_off(mode: TorchFunctionMode) -> None:
     """Removes a mode from torch's stack, wherever it lies, and leaves all others as they are."""
     if not any(torch._C._get_function_stack_at(i) is mode for i in range(torch._C._len_torch_function_stack())):
         return
@@ -207,7 +216,7 @@ def _take_off(mode: TorchFunctionMode) -> None:
     while (top := _pop()) is not mode:
         above.append(top)
     for other in reversed(above):
-        _push(other)
+        push(other)
 
 
 class Functional:

@@ -218,10 +218,46 @@ class LeaveHook(_Unkept):
             self.functional.leave_module(self.path)
 
 
+class Follows(Protocol):
+    """Who is told of the calls of modules."""
+
+    def enters(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None: ...
+
+    def leaves(self, path: str, output: object) -> None: ...
+
+
+class CallHook(_Unkept):
+    """Tells with what a module is called. Compiled, it is nothing."""
+
+    __slots__ = ("follows", "path")
+
+    def __init__(self, follows: Follows, path: str) -> None:
+        self.follows, self.path = follows, path
+
+    @runs_as_python
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
+        if not torch.compiler.is_compiling() and kwargs is not None and not in_backward():
+            self.follows.enters(self.path, module, args, kwargs)
+
+
+class ReturnHook(_Unkept):
+    """Tells what came of it; nothing if it raised."""
+
+    __slots__ = ("follows", "path")
+
+    def __init__(self, follows: Follows, path: str) -> None:
+        self.follows, self.path = follows, path
+
+    @runs_as_python
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling() and not in_backward():
+            self.follows.leaves(self.path, output)
+
+
 def _call_new(module: nn.Module, known: set[int], args: Any, kwargs: Any) -> None:
     """Torch has listed the pre-hooks of this call already: those put on since would miss it."""
     for key, hook in list(module._forward_pre_hooks.items()):
-        if key not in known and isinstance(hook, InputHook):
+        if key not in known and isinstance(hook, InputHook | CallHook):
             hook(module, args, kwargs)
         elif key not in known and isinstance(hook, EnterHook):
             hook(module, args)

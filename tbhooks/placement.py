@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from tbhooks import compiled, select
 from tbhooks.frame import ROOT
 from tbhooks.functional import Functional
-from tbhooks.hooks import EnterHook, ForwardHook, InputHook, LeaveHook, Told
+from tbhooks.hooks import CallHook, EnterHook, Follows, ForwardHook, InputHook, LeaveHook, ReturnHook, Told
 from tbhooks.onlookers import Onlookers
 from tbhooks.report import Report
 
@@ -39,6 +39,7 @@ class Placement:
         self._onlookers = onlookers
         self._report = report
         self._are_on = False
+        self._wishes = 0
         self._handles: list[RemovableHandle] = []
         # One for all modules: a handle for each would be half of what putting them on costs. Negative, because a model
         # that was loaded with its hooks may hold any number that torch will yet give out.
@@ -59,7 +60,10 @@ class Placement:
         modules = select.walk(model)
         self.aliases = modules.aliases
         wanted = self._modules_to_hook(modules.by_path)
-        if self._are_on and all(self._has(path, module) for path, module in wanted.items()):
+        # Compiled code would be compiled anew; what nobody wants any more is then shown to nobody.
+        as_wished = self._wishes == self._onlookers.wishes or self._told.gate.was_compiled
+        if self._are_on and as_wished and all(self._has(path, module) for path, module in wanted.items()):
+            self._onlookers.put_on(modules.by_path)
             return
         self.take_off()
         if not all(path in wanted and self._has(path, wanted[path]) for path in self.hooks):
@@ -81,9 +85,11 @@ class Placement:
             self._give_tickets()
         if self._functional is not None:
             self._functional.listens = True
+        self._wishes = self._onlookers.wishes
+        self._onlookers.put_on(modules.by_path)
 
     def put_on_anew(self) -> None:
-        """Somebody has begun to look on, perhaps at a model of which nothing else was to be seen."""
+        """Somebody has begun to look on; where a step is open, hooks are on even if there were none to put on."""
         if self._are_on or self._told.gate.open:
             self.take_off()
             self.put_on()
@@ -97,6 +103,7 @@ class Placement:
         for handle in self._handles:
             handle.remove()
         self._handles, self._are_on = [], False
+        self._onlookers.take_off()
         if self._functional is not None:
             self._functional.listens = False
             self._functional.abandon()
@@ -171,6 +178,17 @@ def hook_forward(model: nn.Module, before: Callable[..., None], after: Callable[
         model.register_forward_pre_hook(before, with_kwargs=True),
         model.register_forward_hook(after),
     ]
+
+
+def hook_calls(modules: Mapping[str, nn.Module], follows: Follows) -> list[RemovableHandle]:
+    """Tells somebody of every call of these modules, however it ends."""
+    handles = []
+    for path, module in modules.items():
+        if not isinstance(module, torch.jit.ScriptModule):
+            compiled.stays_uncompiled(type(module).forward)
+            handles.append(module.register_forward_pre_hook(CallHook(follows, path), with_kwargs=True))
+            handles.append(module.register_forward_hook(ReturnHook(follows, path), always_call=True))
+    return handles
 
 
 def hook_tensor(tensor: Tensor, told: Callable[[Tensor], None]) -> RemovableHandle:

@@ -165,7 +165,7 @@ class Probe:
         report = self._report
         started = report.enter()
         try:
-            recorder = self._destination()
+            recorder = self.destination()
             if recorder is None or recorder.overflowed:
                 return
             with unrecorded():
@@ -197,7 +197,7 @@ class Probe:
         if torch._C._get_tracing_state() is not None:
             return
         with self._report.guarded(f"reading inputs of {hook.path}"):
-            recorder = self._destination()
+            recorder = self.destination()
             if recorder is not None and not recorder.overflowed and not in_backward():
                 self._note_called(recorder, hook)
                 with unrecorded():
@@ -210,7 +210,7 @@ class Probe:
 
     def saw_call(self, hook: ForwardHook) -> None:
         with self._report.guarded(f"call of {hook.path}"):
-            recorder = self._destination() if torch._C._get_tracing_state() is None else None
+            recorder = self.destination() if torch._C._get_tracing_state() is None else None
             if recorder is not None:
                 self._note_called(recorder, hook)
 
@@ -220,7 +220,7 @@ class Probe:
 
     def _saw_functional(self, path: str, index: str, tensor: Tensor) -> bool:
         hook = self.placement.hooks.get(path.rpartition(":")[0])
-        recorder = None if hook is None or not hook.reads_operations or in_backward() else self._destination()
+        recorder = None if hook is None or not hook.reads_operations or in_backward() else self.destination()
         if hook is None or recorder is None or recorder.overflowed:
             return False
         reduce_and_note(recorder, recorder.number(Site(path, "functional", index)), tensor, self._report)
@@ -269,7 +269,7 @@ class Probe:
                 if placed is not None and self.seen is not None and serial in self.seen.serials:
                     self.saw_gradient(placed, tensor)
                 return
-            recorder = self._destination()
+            recorder = self.destination()
             if recorder is None or recorder.overflowed or in_backward():
                 return
             self._report.hooks_fired += 1
@@ -305,7 +305,7 @@ class Probe:
         self._trained = self._trained or model.training
         return model.training or not (self._trained or self.gate.evaluation)
 
-    def _destination(self) -> Recorder | None:
+    def destination(self) -> Recorder | None:
         """Where the forward that is running is read into; None where it is not."""
         model = self._model()
         if model is None or self._is_captured():

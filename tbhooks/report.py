@@ -86,6 +86,11 @@ class Report:
         finally:
             self.leave(started)
 
+    @property
+    def is_at_work(self) -> bool:
+        """Whether what runs in the training thread now is ours."""
+        return self._guarding
+
     def enter(self) -> float | None:
         """The time at which our work in the training thread begins; None inside work that has begun already."""
         if self._guarding:

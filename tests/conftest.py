@@ -41,6 +41,8 @@ ONE_OF = {
     "test_loop_optimizers": 2,
     "test_loop_transforms": 2,
     "test_notebook_figures": 2,
+    "test_onlookers_graph": 2,
+    "test_summary": 4,
     "test_zoo": 3,
 }
 

@@ -7,8 +7,8 @@ in the step's one copy and is made in the background. Where nobody looks on, not
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
-from typing import Protocol
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -40,10 +40,23 @@ class Onlooker(Protocol):
         """The step did not happen, or is given up."""
 
 
+@runtime_checkable
+class HasHooks(Protocol):
+    """One that puts hooks of its own on modules; they come and go with those of the watch."""
+
+    def put_on(self, modules: Mapping[str, nn.Module]) -> None:
+        """What runs from now on may be looked at. Called again and again."""
+
+    def take_off(self) -> None:
+        """Nothing may be, and no hook be left."""
+
+
 class Onlookers:
     """All of one watch; each is kept from harming training and the others."""
 
     def __init__(self, report: Report) -> None:
+        self.wishes = 0
+        """A number that changes with what they want."""
         self._report = report
         self._all: tuple[Onlooker, ...] = ()
 
@@ -52,6 +65,23 @@ class Onlookers:
 
     def add(self, onlooker: Onlooker) -> None:
         self._all = (*self._all, onlooker)
+        self.change_wishes()
+
+    def change_wishes(self) -> None:
+        """Somebody wants more, or less, than when hooks were put on."""
+        self.wishes += 1
+
+    def put_on(self, modules: Mapping[str, nn.Module]) -> None:
+        for onlooker in self._all:
+            if isinstance(onlooker, HasHooks):
+                with self._guarded(onlooker):
+                    onlooker.put_on(modules)
+
+    def take_off(self) -> None:
+        for onlooker in self._all:
+            if isinstance(onlooker, HasHooks):
+                with self._guarded(onlooker):
+                    onlooker.take_off()
 
     def wants(self, path: str, module: nn.Module) -> bool:
         """Everybody is asked, and may remember what it wants: all are shown what anybody does."""
@@ -87,6 +117,9 @@ class Onlookers:
             yield
         except Exception as problem:
             self._all = tuple(other for other in self._all if other is not onlooker)
+            if isinstance(onlooker, HasHooks):
+                with contextlib.suppress(Exception):
+                    onlooker.take_off()
             self._report.error(type(onlooker).__name__, problem)
 
 

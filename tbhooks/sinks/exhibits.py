@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from tensorboard.compat.proto import summary_pb2
 
-from tbhooks.exhibits import Channels, Embedding, Ended, Exhibit, Hyperparameters, Picture, Text
-from tbhooks.sinks import channels, hparams, pictures, projector, texts
+from tbhooks.exhibits import Channels, Embedding, Ended, Exhibit, Graph, Hyperparameters, Picture, Text
+from tbhooks.sinks import channels, graphs, hparams, pictures, projector, texts
 from tbhooks.sinks.tensors import Layout
 
 
@@ -31,6 +31,7 @@ class Run(NamedTuple):
 Write = Callable[[Any, summary_pb2.Summary, Run], None]
 WRITERS: dict[type, Write] = {
     Text: texts.write,
+    Graph: graphs.write,
     Picture: pictures.write,
     Channels: channels.write,
     Embedding: projector.write,

@@ -1,0 +1,63 @@
+"""What is said of a module and of a tensor beside their numbers: class, settings, parameters; shape and type."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+LONGEST = 300
+
+
+def shape_of(tensor: Tensor) -> tuple[int, ...]:
+    """Its sizes; those of a ragged tensor are -1 where they differ."""
+    return tuple(size if isinstance(size, int) else -1 for size in tensor.shape)
+
+
+def sizes(tensor: Tensor) -> str:
+    """`8x16x4`."""
+    return "x".join(map(str, shape_of(tensor))) or "one number"
+
+
+def type_of(tensor: Tensor) -> str:
+    """`float32`."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def is_called(module: nn.Module) -> bool:
+    """Not a ModuleList or its like, which only hold others."""
+    return isinstance(module, torch.jit.ScriptModule) or type(module).forward is not nn.Module.forward
+
+
+def about_module(path: str, module: nn.Module) -> dict[str, str]:
+    """As attributes of a box."""
+    kind = type(module)
+    own = [p for p in module.parameters() if not is_lazy(p)]
+    said = {
+        "module": f"{kind.__name__} {path}",
+        "class": f"{kind.__module__}.{kind.__qualname__}",
+        "settings": _settings(module),
+        "parameters": f"{sum(p.numel() for p in own):,}" if own else "",
+        "trainable": _trainable(own),
+        "weights": ", ".join(f"{name} {sizes(p)}" for name, p in _direct(module)),
+    }
+    return {name: value[:LONGEST] for name, value in said.items() if value}
+
+
+def _direct(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [(name, p) for name, p in module._parameters.items() if p is not None and not is_lazy(p)]
+
+
+def _trainable(parameters: list[nn.Parameter]) -> str:
+    trained = sum(p.numel() for p in parameters if p.requires_grad)
+    total = sum(p.numel() for p in parameters)
+    return "" if not total else "all" if trained == total else f"{trained:,}" if trained else "none"
+
+
+def _settings(module: nn.Module) -> str:
+    """What it says of itself; that is the user's code, which may fail before a first pass is over."""
+    try:
+        with torch.no_grad():
+            return " ".join(module.extra_repr().split())
+    except Exception:
+        return ""
