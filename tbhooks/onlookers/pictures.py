@@ -65,6 +65,8 @@ class Pictures:
         self._bytes = 0
 
     def wants(self, path: str, module: nn.Module) -> bool:
+        self._chosen.discard(path)  # another module may be there now
+        self._filters.pop(path, None)
         chosen = self._choice(path, module)
         if chosen:
             self._chosen.add(path)

@@ -16,7 +16,8 @@ from tbhooks.sinks.tensors import Layout
 
 
 class Run(NamedTuple):
-    """Where a run lies, the step that is being written, and what takes the bytes of an event of its own.
+    """Where a run lies, the step that is being written, what takes the bytes of an event of its own, and what has
+    all events so far on disk.
 
     The layouts are those of the run's frame tensors so far, by kind.
     """
@@ -25,6 +26,7 @@ class Run(NamedTuple):
     time: float
     step: int
     send: Callable[[bytes], None]
+    flush: Callable[[], None]
     layouts: dict[str, Layout]
 
 
