@@ -137,6 +137,8 @@ class Loop:
         self.probe.detach()
         self.clock.leave_forwards()
         self._stop_asides()
+        for profile in self.profiles:
+            profile.leave_model()
 
     def resume(self) -> None:
         self._pauses -= 1
@@ -291,6 +293,8 @@ class Loop:
             self._end_step(label)
         for profile in self.profiles:
             profile.step_ended(self.clock.count)
+            if self._pauses:
+                profile.leave_model()
 
     def _end_step(self, label: int) -> None:
         self._thread = threading.get_ident()

@@ -1111,3 +1111,12 @@ def test_the_work_of_another_watch_is_not_drawn() -> None:
         return [node.name for node in run.graphs()[0].nodes]
 
     assert names(watched_before=True) == names(watched_before=False)
+
+
+def test_an_evaluation_that_shows_no_numbers_is_drawn_too() -> None:
+    run = Run(nn.Sequential(nn.Linear(3, 2), nn.Dropout()), kinds="functional")
+    run.watch.evaluation()
+    run.step(torch.randn(4, 3))
+    run.model.eval()
+    run.model(torch.randn(4, 3))
+    assert [graph.name for graph in run.graphs()] == ["training", "evaluation"]

@@ -215,3 +215,13 @@ def test_a_graph_of_the_users_own_that_is_not_on_disk_yet_stays_what_the_run_sho
         train(Residual(), writer)
     (path,) = tmp_path.iterdir()
     assert len(list(graphs._graphs(path))) == 1
+
+
+def test_a_graph_that_is_asked_for_twice_is_written_once(tmp_path: Path) -> None:
+    model = Residual()
+    w = tbhooks.watch(model, str(tmp_path), every=1).graph().graph()
+    model(x()).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.01).step()
+    w.close()
+    (path,) = tmp_path.iterdir()
+    assert len(list(graphs._graphs(path))) == 1

@@ -43,13 +43,15 @@ WRITERS: dict[type, Write] = {
 
 
 def _once(exhibits: Iterable[Exhibit]) -> Iterator[Exhibit]:
-    """Of pictures that two calls asked for, one: an event has one value a tag."""
-    tags: set[str] = set()
+    """Of pictures and graphs that two calls asked for, one: an event has one value a tag."""
+    written: set[tuple[type, str]] = set()
     for exhibit in exhibits:
-        if not isinstance(exhibit, Picture) or exhibit.tag not in tags:
-            yield exhibit
-        if isinstance(exhibit, Picture):
-            tags.add(exhibit.tag)
+        if isinstance(exhibit, Picture | Graph):
+            key = type(exhibit), exhibit.tag if isinstance(exhibit, Picture) else exhibit.name
+            if key in written:
+                continue
+            written.add(key)
+        yield exhibit
 
 
 def write(exhibits: Iterable[Exhibit], summary: summary_pb2.Summary, run: Run) -> None:
