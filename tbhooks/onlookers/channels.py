@@ -155,22 +155,23 @@ class PerChannel:
 
     def end(self, recorder: Recorder) -> None:
         self._note_unseen_heads()
+        found = self._sums
+        self.forget()  # first: a watch may be closed from another thread, while modules run
         for kind in KINDS:
             riding = [
                 (name, word, sums.channels, *_attached(sums, recorder))
-                for (of_kind, name, word), sums in self._sums.items()
+                for (of_kind, name, word), sums in found.items()
                 if of_kind == kind and sums.pieces
             ]
             if riding:
                 make = partial(_make, kind, riding, self._draws)
                 recorder.exhibit(guarded(make, self._report, "numbers of channels"))
-        self.begin()
 
     def forget(self) -> None:
         self.begin()
 
     def _note_unseen_heads(self) -> None:
-        named = {name for kind, name, _ in self._sums if kind == "activation"}
+        named = {name for kind, name, _ in list(self._sums) if kind == "activation"}
         for path in self._have_run & self._heads.keys() if "activation" in self._kinds else ():
             if not any(name == path or name.startswith((f"{path}[", f"{path}:")) for name in named):
                 self._report.cannot_see(f"per_channel/{path}", HEADS_UNSEEN)

@@ -181,14 +181,15 @@ class Embeddings:
     def end(self, recorder: Recorder) -> None:
         shows = self._logged & (self._logged - 1) == 0 if self._every is None else self._logged % self._every == 0
         self._logged += 1
+        seen = self._seen
+        self.forget()  # first: a watch may be closed from another thread, while modules run
         riding = [
             (name, [_attached(part, recorder) for part in (rows.points, rows.labels, rows.thumbnails)])
-            for name, several in self._seen.items()
+            for name, several in seen.items()
             for rows in several
         ]
         if riding:
             recorder.exhibit(guarded(partial(self._keep, riding, shows), self._report, "embeddings"))
-        self.begin()
 
     def forget(self) -> None:
         self.begin()

@@ -95,12 +95,11 @@ class Pictures:
 
     def end(self, recorder: Recorder) -> None:
         self._logged += 1
-        if self._seen:
-            riding = [
-                (key, part.natural, part.words, recorder.attach(part.numbers)) for key, part in self._seen.items()
-            ]
+        seen = self._seen
+        self.forget()  # first: a watch may be closed from another thread, while modules run
+        if seen:
+            riding = [(key, part.natural, part.words, recorder.attach(part.numbers)) for key, part in seen.items()]
             recorder.exhibit(guarded(partial(_paint, riding), self._report, "painting pictures"))
-        self.forget()
 
     def forget(self) -> None:
         self.begin()
