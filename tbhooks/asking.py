@@ -232,8 +232,9 @@ class Shown:
     step: int
     nbytes: int = 0
 
-    def without_numbers(self) -> None:
-        """Nothing is left if they are dropped."""
+    def without_numbers(self) -> Shown:
+        """Shown once, and small: they are never dropped."""
+        return self
 
     def frames(self) -> list[Frame]:
         nothing = np.zeros((0, 0), dtype=np.int64)

@@ -52,7 +52,7 @@ class Evaluation:
         """Hands over what there is."""
         if self._recorder.overflowed:
             self._report.tell("an evaluation made more calls than its buffer holds; the rest is not in its numbers")
-        if self._recorder.calls:
+        if self._recorder.has_something:
             self._hand_over(self._recorder)
 
     @runs_as_python

@@ -220,6 +220,11 @@ class Frame:
         return found
 
     @property
+    def has_numbers(self) -> bool:
+        """Whether there is anything in it but exhibits, which not every sink has a place for."""
+        return bool(self.sites or self.scalars or self.findings)
+
+    @property
     def is_evaluation(self) -> bool:
         """Whether it was read in evaluation passes, between the training step of its number and the next."""
         return bool(self.sites) and self.sites[0].kind.startswith(EVALUATION)

@@ -335,7 +335,7 @@ class Watch(Asking):
     def _finish(self) -> None:
         self._tell_the_end(failed=False)
         self._idle = True
-        self._loop.settle()
+        self._loop.settle(for_good=True)
         self._pump.finish()
 
     def abandon(self) -> None:

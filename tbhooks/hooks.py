@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -293,31 +294,41 @@ class RootHook(_Unkept):
         """It sees no tensors."""
 
 
+Sizes = tuple[int, int]
+"""How many samples and tokens a batch has."""
+
+
 class BatchHook(_Unkept):
-    """Tells how many samples and tokens the model's forward begins with; from inside a compiled graph one by one."""
+    """Tells that the model's forward begins, and how to count its samples and tokens: what is told is kept from
+    harming the forward. From inside a compiled graph they come one by one.
+    """
 
     __slots__ = ("__weakref__", "ticket", "told")
 
-    def __init__(self, told: Callable[[int, int], None]) -> None:
+    def __init__(self, told: Callable[[Callable[[], Sizes]], None]) -> None:
         self.told = told
         self.ticket = compiled.ticket(self)
 
     @runs_as_python
     def __call__(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
-        first, whole = _batch(args, kwargs or {})
         if not torch.compiler.is_compiling():
-            if torch._C._get_tracing_state() is None and not _are_stand_ins(args):
-                self.told(0 if first is None else first.shape[0], 0 if whole is None else whole.numel())
+            if torch._C._get_tracing_state() is None:
+                self.told(partial(_sizes, args, kwargs or {}))
         elif not torch.compiler.is_exporting():
-            for tensor, kind in ((first, "samples"), (whole, "tokens")):
+            for tensor, kind in zip(_batch(args, kwargs or {}), ("samples", "tokens"), strict=True):
                 if tensor is not None:
                     compiled.show(tensor, kind, "", False, self.ticket, compiled.NO_TICKET)
 
     def saw_in_graph(self, tensor: Tensor, kind: str, index: str, gradient: str, serial: int) -> None:
-        self.told(*((tensor.shape[0], 0) if kind == "samples" else (0, tensor.numel())))
+        self.told(lambda: (tensor.size(0), 0) if kind == "samples" else (0, tensor.numel()))
 
     def began_in_graph(self) -> None:
         """It is told by what it sees."""
+
+
+def _sizes(args: Any, kwargs: Any) -> Sizes:
+    first, whole = (None, None) if _are_stand_ins(args) else _batch(args, kwargs)
+    return (0 if first is None else first.size(0)), (0 if whole is None else whole.numel())
 
 
 def _batch(args: Any, kwargs: Any) -> tuple[Tensor | None, Tensor | None]:

@@ -122,14 +122,18 @@ class Loop:
         self.probe.abandon()
         self.parameters.forget()
 
-    def settle(self) -> None:
-        """Hands over everything that has ended, for a reader who waits. Only the training thread can."""
+    def settle(self, for_good: bool = False) -> None:
+        """Hands over everything that has ended, for a reader who waits, or because no more comes. Only the training
+        thread can.
+        """
         if threading.get_ident() == self._thread:
             with self._report.guarded("handing over a step"):
                 self._step_is_over()
                 if self.probe.seen is None and self._team is None:
                     self._hand_over_held()
                 self._finish_evaluation()
+                if for_good and self._scalars.averages is not None:
+                    self._scalars.averages.write_rest(self._last_label)
 
     def pause(self) -> None:
         """Takes every hook off the model but those in compiled code, which then do nothing; pauses may be nested."""
@@ -137,6 +141,8 @@ class Loop:
         self.probe.detach()
         self.clock.leave_forwards()
         self._stop_asides()
+        for profile in self.profiles:
+            profile.leave_model()
 
     def resume(self) -> None:
         self._pauses -= 1
@@ -291,6 +297,8 @@ class Loop:
             self._end_step(label)
         for profile in self.profiles:
             profile.step_ended(self.clock.count)
+            if self._pauses:
+                profile.leave_model()
 
     def _end_step(self, label: int) -> None:
         self._thread = threading.get_ident()

@@ -98,6 +98,11 @@ class Profile:
         with self._report.guarded("profiling"):
             self.stop(self.last)
 
+    def leave_model(self) -> None:
+        """Waits for no forward any more."""
+        if self._root is not None:
+            self.stop(self.last)
+
     def stop(self, step: int) -> None:
         """After a step, or when the watch closes: what there is until then is written."""
         self._is_over = True

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tbhooks.autograd import in_backward
 from tbhooks.compiled import runs_as_python
-from tbhooks.hooks import BatchHook
+from tbhooks.hooks import BatchHook, Sizes
 from tbhooks.placement import hook_root
 from tbhooks.report import Report
 
@@ -100,7 +101,7 @@ class Progress:
         return {} if peak is None else {"train.peak_memory_bytes": peak}
 
     @runs_as_python
-    def _forward_begins(self, samples: int, tokens: int) -> None:
+    def _forward_begins(self, count: Callable[[], Sizes]) -> None:
         with self._report.guarded("before the model's forward"):
             model = self._model()
             if model is None or in_backward():
@@ -111,6 +112,7 @@ class Progress:
                 return
             if self._aside is not None:
                 self._seconds_aside, self._aside = self._seconds_aside + now - self._aside, None
+            samples, tokens = count()
             self._samples += samples
             self._tokens += tokens
 

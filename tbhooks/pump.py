@@ -36,7 +36,7 @@ class Step(Protocol):
     def frames(self) -> Sequence[Frame]: ...
 
     def without_numbers(self) -> Step | None:
-        """What is left to do if it is dropped: other ranks may wait for it."""
+        """What is left to do if it is dropped: other ranks may wait for it. Itself, if it never is."""
 
 
 class Pump:
@@ -71,8 +71,9 @@ class Pump:
             if self._closed:
                 return
             if len(self._queue) >= QUEUE_STEPS and self._queued_bytes() + step.nbytes > QUEUE_BYTES:
-                self._report.drop("writing is slower than training; raise every=, or give fewer kinds")
                 left = step.without_numbers()
+                if left is not step:
+                    self._report.drop("writing is slower than training; raise every=, or give fewer kinds")
                 if left is None:
                     return
                 step = left

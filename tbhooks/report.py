@@ -10,8 +10,10 @@ import logging
 import textwrap
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 logger = logging.getLogger("tbhooks")
 logger.addHandler(logging.NullHandler())
@@ -55,7 +57,7 @@ class Stats:
     """What reduces CUDA tensors: "triton" where it is installed, or "torch", followed by why if it failed."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Report:
     """The counters behind `Stats`, shared by everything that belongs to one watch."""
 
@@ -69,11 +71,16 @@ class Report:
     seconds_views: float = 0.0
     unseen: dict[str, str] = field(default_factory=dict)
     messages: list[str] = field(default_factory=list)
-    _guarding: bool = False
+    _all: ClassVar[tuple[weakref.ref[Report], ...]] = ()
+    # The thread in which our work is being done.
+    _at_work: int | None = None
     _told: set[str] = field(default_factory=set)
     _untold: dict[str, list[str]] = field(default_factory=dict)
     # Re-entrant: a signal may be handled in the middle of a message.
     _lock: threading.RLock = field(default_factory=threading.RLock)
+
+    def __post_init__(self) -> None:
+        Report._all = (*(other for other in Report._all if other() is not None), weakref.ref(self))
 
     @contextlib.contextmanager
     def guarded(self, where: str) -> Iterator[None]:
@@ -88,20 +95,21 @@ class Report:
 
     @property
     def is_at_work(self) -> bool:
-        """Whether what runs in the training thread now is ours."""
-        return self._guarding
+        """Whether what runs in this thread now is ours, or that of another watch."""
+        here = threading.get_ident()
+        return any((report := other()) is not None and report._at_work == here for other in Report._all)
 
     def enter(self) -> float | None:
         """The time at which our work in the training thread begins; None inside work that has begun already."""
-        if self._guarding:
+        if self._at_work is not None:
             return None
-        self._guarding = True
+        self._at_work = threading.get_ident()
         return time.perf_counter()
 
     def leave(self, started: float | None) -> None:
         """Adds up the time since `enter`. The two spell `guarded` out where microseconds count."""
         if started is not None:
-            self._guarding = False
+            self._at_work = None
             self.seconds_training += time.perf_counter() - started
 
     def error(self, where: str, problem: BaseException) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import math
 from collections.abc import Callable
@@ -416,3 +417,19 @@ def test_tensorboard_reads_the_means(tmp_path: Path) -> None:
     events.Reload()
     assert [event.step for event in events.Scalars("train/loss")] == [0, 2, 4]
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_what_is_left_when_the_model_is_deleted_is_written_too() -> None:
+    model, kept = nn.Linear(3, 2), tbhooks.MemorySink()
+    w = tbhooks.watch(model, kept, every=4).log_every(4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(7):
+        model(torch.randn(2, 3)).sum().backward()
+        optimizer.step()
+        w.log({"loss": float(step)})
+    del model, optimizer
+    gc.collect()
+    w.close()
+    assert [(frame.step, frame.scalars["train/loss"]) for frame in kept.frames if "train/loss" in frame.scalars] == [
+        (0, 0.0), (4, 2.5), (6, 5.5),
+    ]  # fmt: skip

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import tbhooks
 from tbhooks.buffer import Recorder
-from tbhooks.exhibits import Exhibit, Text
+from tbhooks.exhibits import Channels, Exhibit, Text
 from tbhooks.pending import Read
 from tests import simulated, zoo
 from tests.test_device import plain_loop
@@ -230,3 +230,72 @@ def test_training_is_the_same_to_the_bit_and_the_graph_has_as_many_nodes() -> No
     made[0].close()
     assert seen == bare
     assert looker.steps
+
+
+def test_a_pattern_that_fails_later_ends_its_onlooker_and_costs_no_step_its_numbers() -> None:
+    model, fails = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)), []
+
+    def pattern(path: str, _module: nn.Module) -> bool:
+        if fails and path == "1":
+            raise RuntimeError("the user's own")
+        return path != "(root)"
+
+    w = tbhooks.watch(model, every=2).per_channel(pattern).images(pattern).embeddings(pattern)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(5):
+        fails += [step] * (step == 1)
+        optimizer.zero_grad()
+        model(torch.randn(4, 3)).sum().backward()
+        optimizer.step()
+    w.close()
+    assert [("1", "activation") in frame for frame in w.history] == [True] * 3
+    assert w.stats.errors == 3
+    assert zoo.hook_count(model) == 0
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_ragged_batches_harm_nobody(layout: torch.layout) -> None:
+    model = nn.Linear(3, 2)
+    w = tbhooks.watch(model, every=1).graph().images().per_channel("*").embeddings("*").progress()
+    table, optimizer = w.summary(), torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        ragged = torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(4, 3)], layout=layout)
+        torch.stack([part.sum() for part in model(ragged).unbind()]).sum().backward()
+        optimizer.step()
+    w.close()
+    assert not w.stats.errors, w.stats.messages
+    assert w.history.scalar("train.samples_per_second")[0] == [1]
+    assert table.layers.samples == 2
+
+
+def test_a_sparse_output_is_in_the_summary() -> None:
+    class Sparse(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.to_sparse()
+
+    model = nn.Sequential(nn.Linear(3, 2), Sparse())
+    w = tbhooks.watch(model, every=1)
+    table = w.summary()
+    model(torch.randn(4, 3)).to_dense().sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    w.close()
+    assert not w.stats.errors, w.stats.messages
+    assert {layer.path: layer.shapes for layer in table.layers.layers}["1"] == ((4, 2),)
+
+
+def test_a_module_in_the_place_of_another_is_looked_at_as_what_it_is() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Flatten(), nn.Linear(16, 2))
+    kept, before = tbhooks.MemorySink(), model[0]
+    w = tbhooks.watch(model, kept, every=2).images("*").per_channel("*")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        if step == 1:
+            model[0] = nn.Sequential(before)
+        optimizer.zero_grad()
+        model(torch.randn(2, 3, 2, 2)).sum().backward()
+        optimizer.step()
+    w.close()
+    named = [{name for e in frame.exhibits if isinstance(e, Channels) for name, _ in e.names} for frame in kept.frames]
+    assert named == [{"0", "0.weight", "2", "2.weight"}, {"0.0", "0.0.weight", "2", "2.weight"}]

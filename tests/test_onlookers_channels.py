@@ -329,3 +329,24 @@ def test_ordinary_histograms_are_written_on_request(tmp_path: Path) -> None:
     }
     more = [f"activation/conv[{i}]" for i in range(5)] + [f"weight/conv.weight[{i}]" for i in range(5)]
     assert sorted(tags["with"]) == sorted(tags["without"] + more)
+
+
+def test_heads_that_did_not_run_are_not_told_to_be_unseen() -> None:
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.MultiheadAttention(4, 2, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x, x, x, average_attn_weights=False)[0]
+
+    model = Attends()
+    w = tbhooks.watch(model, every=1).per_channel("inner")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with w.paused():
+        model(torch.randn(2, 3, 4)).sum().backward()
+        optimizer.step()
+    model(torch.randn(2, 3, 4)).sum().backward()
+    optimizer.step()
+    w.close()
+    assert "per_channel/inner" not in w.stats.unseen

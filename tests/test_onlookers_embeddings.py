@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -312,3 +313,57 @@ def test_wrong_arguments_are_refused_at_the_call(arguments: dict[str, Any], mess
 def test_thumbnails_of_another_shape_are_refused() -> None:
     with pytest.raises(tbhooks.ArgumentError, match="thumbnails are"):
         onlooker._small(torch.zeros(2, 5, 8, 8), 2)
+
+
+def test_an_argument_that_is_not_given_again_leaves_no_labels_behind() -> None:
+    labels = torch.tensor([7, 8])
+    batches = [(torch.randn(2, 4), labels), (torch.randn(2, 4),)]
+    _, found = train(Net(), batches, lambda w: w.embeddings("encoder", labels="y", every=1))
+    assert [shown["encoder"].labels for shown in found] == [("7", "8"), ()]
+
+
+def test_nor_does_it_in_the_next_micro_batch_of_the_step() -> None:
+    model, kept = Net(), tbhooks.MemorySink()
+    w = tbhooks.watch(model, kept, every=1).embeddings("encoder", labels="y")
+    (model(torch.randn(2, 4), torch.tensor([7, 8])) + model(torch.randn(2, 4))).backward()
+    torch.optim.SGD(model.parameters(), lr=0.0).step()
+    w.close()
+    assert embeddings_of(kept.frames[0])["encoder"].labels == ("7", "8", "(none)", "(none)")
+
+
+def test_arrays_that_are_filled_anew_for_each_batch_are_read_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    labels, may_read = np.zeros(2, dtype=np.int64), threading.Event()
+
+    def read_late(given: Any) -> list[str]:
+        may_read.wait(10)
+        return texts(given)
+
+    def filled() -> np.ndarray[Any, Any]:
+        labels[:] += 1
+        return labels
+
+    monkeypatch.setattr(onlooker, "texts", read_late)
+    model, kept = Net(), tbhooks.MemorySink()
+    w = tbhooks.watch(model, kept, every=1).embeddings("encoder", labels=filled, every=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(2, 4)).backward()
+        optimizer.step()
+    may_read.set()
+    w.close()
+    assert [embeddings_of(frame)["encoder"].labels for frame in kept.frames] == [("1", "1"), ("2", "2"), ("3", "3")]
+
+
+@pytest.mark.parametrize("make", [torch.rand, np.random.default_rng(0).random], ids=["tensors", "arrays"])
+def test_thumbnails_may_be_a_list(make: Callable[[Any], Any]) -> None:
+    pictures = [make((3, 24, 24)) for _ in range(2)]
+    _, found = train(Net(), [(torch.randn(2, 4),)], lambda w: w.embeddings("encoder", thumbnails=pictures))
+    assert found[0]["encoder"].thumbnails is not None
+    assert found[0]["encoder"].thumbnails.shape == (2, 24, 24, 3)
+
+
+def test_an_argument_that_has_no_labels_costs_the_labels_alone() -> None:
+    w, found = train(Net(), [(torch.randn(2, 4), torch.tensor(1))], lambda w: w.embeddings("encoder", labels="y"))
+    assert len(found[0]["encoder"].points) == 2
+    assert w.stats.errors == 1

@@ -1084,3 +1084,39 @@ def test_a_compiled_step_is_not_compiled_anew(asked: str) -> None:
     assert count == compilations("never")[0]
     assert [node.name for node in graph.nodes] == ["one", "two"]
     assert "compiled" in w.stats.unseen["training graph"]
+
+
+def test_a_watch_that_has_drawn_keeps_no_model_alive() -> None:
+    run = Run(nn.Sequential(nn.Linear(3, 2), nn.ReLU()))
+    run.step(torch.randn(4, 3))
+    model = weakref.ref(run.model)
+    del run.model, run.optimizer
+    gc.collect()
+    assert model() is None
+    run.watch.close()
+
+
+def test_the_work_of_another_watch_is_not_drawn() -> None:
+    class Doubles(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 2
+
+    def names(watched_before: bool) -> list[str]:
+        model = nn.Sequential(nn.Linear(3, 3), Doubles())
+        other = tbhooks.watch(model, every=1).images("*").per_channel("*").embeddings("*") if watched_before else None
+        run = Run(model)
+        run.step(torch.randn(4, 3))
+        if other is not None:
+            other.close()
+        return [node.name for node in run.graphs()[0].nodes]
+
+    assert names(watched_before=True) == names(watched_before=False)
+
+
+def test_an_evaluation_that_shows_no_numbers_is_drawn_too() -> None:
+    run = Run(nn.Sequential(nn.Linear(3, 2), nn.Dropout()), kinds="functional")
+    run.watch.evaluation()
+    run.step(torch.randn(4, 3))
+    run.model.eval()
+    run.model(torch.randn(4, 3))
+    assert [graph.name for graph in run.graphs()] == ["training", "evaluation"]

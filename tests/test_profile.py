@@ -173,3 +173,14 @@ def test_compiled_models_have_the_labels_of_their_operators(tmp_path: Path) -> N
     assert times(events_of(file), "tbhooks::see") >= 4
     assert times(events_of(file), "tbhooks::parameters") == 2
     assert w.stats.errors == 0
+
+
+@pytest.mark.parametrize("steps_before", [1, 2], ids=["ends inside", "has just ended"])
+def test_a_pause_leaves_no_hook_where_a_profile_ends(tmp_path: Path, steps_before: int) -> None:
+    model, optimizer = made()
+    with tbhooks.watch(model, str(tmp_path), every=10).profile((0, 1)) as w:
+        train(model, optimizer, steps_before)
+        with w.paused():
+            train(model, optimizer, 2 - steps_before)
+            assert zoo.hook_count(model) == 0
+    assert [file.name for file in (tmp_path / "tbhooks-profile").iterdir()] == ["steps-0-1.pt.trace.json.gz"]

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tbhooks import pump as pump_module
+from tbhooks.asking import Shown
+from tbhooks.exhibits import Text
 from tbhooks.frame import Frame
 from tbhooks.pump import QUEUE_STEPS, Pump
 from tbhooks.report import Report
@@ -501,3 +503,16 @@ def test_where_no_thread_can_be_started_steps_are_written_in_order_by_whoever_ha
     pump.submit(Step(make_frame(2)))
     pump.close()
     assert [frame.step for frame in sink.frames] == [0, 1, 2]
+
+
+def test_what_is_never_dropped_is_taken_by_a_full_queue_and_not_counted(
+    make: Callable[..., Pump], report: Report
+) -> None:
+    sink = GatedSink()
+    pump = make(sink)
+    fill(pump, sink)
+    pump.submit(Shown((Text("told", "once"),), step=77))
+    sink.gate.set()
+    pump.close()
+    assert steps(sink)[-1] == 77
+    assert report.dropped == 0

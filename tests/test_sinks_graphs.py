@@ -64,12 +64,13 @@ def theirs() -> graph_pb2.GraphDef:
     return graphs.graph_def(Graph("theirs", (Node("mine", "Mine"), Node("too", "Mine", ("mine",)))))
 
 
-def add_graph(writer: SummaryWriter) -> None:
+def add_graph(writer: SummaryWriter, flush: bool = True) -> None:
     """A graph as others write it."""
     content = theirs()
     del content.node[0].attr[graphs.MARK]
     writer._get_file_writer().add_event(event_pb2.Event(graph_def=content.SerializeToString()))
-    writer.flush()
+    if flush:
+        writer.flush()
 
 
 @pytest.fixture(scope="module")
@@ -204,3 +205,23 @@ def test_a_file_that_was_cut_short_harms_nothing(tmp_path: Path, cut: int) -> No
     path.write_bytes(path.read_bytes()[:-cut])
     graphs.has_graph_of_others(str(tmp_path))
     assert not graphs.has_graph_of_others("s3://nowhere/run")
+
+
+def test_a_graph_of_the_users_own_that_is_not_on_disk_yet_stays_what_the_run_shows(tmp_path: Path) -> None:
+    with SummaryWriter(str(tmp_path), max_queue=10_000, flush_secs=1000) as writer:
+        for step in range(3000):
+            writer.add_scalar("a", 1.0, step)
+        add_graph(writer, flush=False)
+        train(Residual(), writer)
+    (path,) = tmp_path.iterdir()
+    assert len(list(graphs._graphs(path))) == 1
+
+
+def test_a_graph_that_is_asked_for_twice_is_written_once(tmp_path: Path) -> None:
+    model = Residual()
+    w = tbhooks.watch(model, str(tmp_path), every=1).graph().graph()
+    model(x()).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.01).step()
+    w.close()
+    (path,) = tmp_path.iterdir()
+    assert len(list(graphs._graphs(path))) == 1

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,6 +18,7 @@ from torch import nn
 import tbhooks
 from tbhooks import Finding, Frame, JsonlSink, MemorySink, TbhooksError
 from tbhooks import pump as pump_module
+from tbhooks.exhibits import Text
 from tbhooks.frame import Site
 from tbhooks.sinks.jsonl import read
 from tests import frames
@@ -211,3 +213,9 @@ def test_a_full_disk_is_counted_told_once_and_training_goes_on(
     assert w.stats.dropped == 0
     (record,) = caplog.records
     assert record.message.startswith("JsonlSink: OSError: [Errno 28]")
+
+
+def test_what_has_no_numbers_is_no_line(tmp_path: Path) -> None:
+    told = Text("told", "once")
+    path = write(tmp_path / "x.jsonl", make_frame(3), replace(make_frame(0, {}), exhibits=(told,)))
+    assert [frame.step for frame in read(path)] == [3]

@@ -184,7 +184,7 @@ def test_a_user_who_logs_rarely_by_another_count_comes_first_and_is_told(
 
 def test_of_a_small_model_every_step_waits_for_a_user_who_never_logs(run: Any, tmp_path: Path) -> None:
     model = mlp()
-    with tbhooks.watch(model, run, every=1) as watching:
+    with tbhooks.watch(model, run, every=1).hparams({"lr": 0.1}).environment() as watching:
         train(model, 200)
     run.finish()
     assert watching.stats.errors == 0

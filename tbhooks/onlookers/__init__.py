@@ -85,10 +85,18 @@ class Onlookers:
 
     def wants(self, path: str, module: nn.Module) -> bool:
         """Everybody is asked, and may remember what it wants: all are shown what anybody does."""
-        return sum(onlooker.wants(path, module) for onlooker in self._all) > 0
+        wanted = False
+        for onlooker in self._all:
+            with self._guarded(onlooker):  # patterns may be calls of the user's
+                wanted = onlooker.wants(path, module) or wanted
+        return wanted
 
     def wants_inputs(self, path: str, module: nn.Module) -> bool:
-        return sum(onlooker.wants_inputs(path, module) for onlooker in self._all) > 0
+        wanted = False
+        for onlooker in self._all:
+            with self._guarded(onlooker):
+                wanted = onlooker.wants_inputs(path, module) or wanted
+        return wanted
 
     def begin(self) -> None:
         for onlooker in self._all:

@@ -11,6 +11,8 @@ LONGEST = 300
 
 def shape_of(tensor: Tensor) -> tuple[int, ...]:
     """Its sizes; those of a ragged tensor are -1 where they differ."""
+    if tensor.is_nested and tensor.layout is torch.strided:  # of which only the number of its parts is a size
+        return tensor.size(0), *[-1] * (tensor.dim() - 1)
     return tuple(size if isinstance(size, int) else -1 for size in tensor.shape)
 
 

@@ -68,6 +68,7 @@ class PerChannel:
         self.begin()
 
     def wants(self, path: str, module: nn.Module) -> bool:
+        self._forget_module(path)
         if not self._choice(path, module):
             return False
         heads = splitting.heads_of(module)
@@ -81,11 +82,18 @@ class PerChannel:
                 self._projections[f"{path}.{projection}"] = path
         return True
 
+    def _forget_module(self, path: str) -> None:
+        """Another may be there now."""
+        self._layers.pop(path, None)
+        self._heads.pop(path, None)
+        self._projections = {name: owner for name, owner in self._projections.items() if owner != path}
+
     def wants_inputs(self, path: str, module: nn.Module) -> bool:
         return "activation" in self._kinds and path in self._projections
 
     def begin(self) -> None:
         self._sums: dict[tuple[str, str, str], Sums] = {}
+        self._have_run: set[str] = set()
 
     def saw(self, path: str, kind: str, index: str, tensor: Tensor) -> None:
         if not tensor.is_floating_point() or tensor.layout is not torch.strided or tensor.is_nested:
@@ -107,6 +115,7 @@ class PerChannel:
 
     def _saw_layer(self, path: str, index: str, module: nn.Module, tensor: Tensor) -> None:
         heads = self._heads.get(path)
+        self._have_run.add(path)
         if "activation" in self._kinds:
             if heads is None:
                 self._add("activation", path + index, splitting.by_channel(module, tensor))
@@ -146,24 +155,25 @@ class PerChannel:
 
     def end(self, recorder: Recorder) -> None:
         self._note_unseen_heads()
+        found = self._sums
+        self.forget()  # first: a watch may be closed from another thread, while modules run
         for kind in KINDS:
             riding = [
                 (name, word, sums.channels, *_attached(sums, recorder))
-                for (of_kind, name, word), sums in self._sums.items()
+                for (of_kind, name, word), sums in found.items()
                 if of_kind == kind and sums.pieces
             ]
             if riding:
                 make = partial(_make, kind, riding, self._draws)
                 recorder.exhibit(guarded(make, self._report, "numbers of channels"))
-        self.begin()
 
     def forget(self) -> None:
         self.begin()
 
     def _note_unseen_heads(self) -> None:
-        named = {name for kind, name, _ in self._sums if kind == "activation"}
-        for path in self._heads if "activation" in self._kinds else ():
-            if not any(name.startswith(path) for name in named):
+        named = {name for kind, name, _ in list(self._sums) if kind == "activation"}
+        for path in self._have_run & self._heads.keys() if "activation" in self._kinds else ():
+            if not any(name == path or name.startswith((f"{path}[", f"{path}:")) for name in named):
                 self._report.cannot_see(f"per_channel/{path}", HEADS_UNSEEN)
 
 

@@ -6,8 +6,9 @@ all of them is kept in the background, and shown at chosen steps.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -60,6 +61,10 @@ class Source:
         if index in self._indices:
             self._of_argument = cut(tensor.detach(), MOST_OF_A_STEP)
 
+    def forget(self) -> None:
+        """What it was called with is of the past."""
+        self._of_argument = None
+
     def of_batch(self, size: int, taken: int, cut: Cut, report: Report) -> Any:
         """Those of the batch's first samples; None if there are none, or not as many as samples."""
         given = self._of_argument if self._indices else self._call() if self._call is not None else self._fixed
@@ -105,11 +110,12 @@ class Embeddings:
         self._reservoirs: dict[str, Reservoir] = {}
         self._logged = 0
         self._seen: dict[str, list[Rows]] = {}
+        # Whether layers have run since the model was called.
+        self._has_run = False
 
     def wants(self, path: str, module: nn.Module) -> bool:
         chosen = self._choice(path, module)
-        if chosen:
-            self._chosen.add(path)
+        (self._chosen.add if chosen else self._chosen.discard)(path)
         return chosen
 
     def wants_inputs(self, path: str, module: nn.Module) -> bool:
@@ -121,14 +127,27 @@ class Embeddings:
 
     def begin(self) -> None:
         self._seen = {}
+        self._forget_inputs()
+
+    def _forget_inputs(self) -> None:
+        self._has_run = False
+        for source in filter(None, self._sources):
+            source.forget()
 
     def saw(self, path: str, kind: str, index: str, tensor: Tensor) -> None:
         if kind == "input" and path == ROOT:
-            for source, cut in zip(self._sources, (_first, _small), strict=True):
-                if source is not None:
-                    source.saw_input(index, tensor, cut)
+            self._saw_input(index, tensor)
         elif kind == "activation" and path in self._chosen:
+            self._has_run = True
             self._saw_output(path + index, tensor)
+
+    def _saw_input(self, index: str, tensor: Tensor) -> None:
+        if self._has_run:  # another call, which may be given less
+            self._forget_inputs()
+        for source, cut in zip(self._sources, (_first, _small), strict=True):
+            if source is not None:
+                with self._kept_apart(source):
+                    source.saw_input(index, tensor, cut)
 
     def _saw_output(self, name: str, tensor: Tensor) -> None:
         if not tensor.is_floating_point() or tensor.layout is not torch.strided or not tensor.dim() or tensor.is_nested:
@@ -146,26 +165,31 @@ class Embeddings:
                 earlier.append(Rows(pooled(batch[:taken]), *more))
 
     def _more(self, source: Source | None, cut: Cut, size: int, taken: int) -> Any:
-        """What the user's own call does wrong costs its labels, and not the points."""
-        if source is None:
-            return None
+        if source is not None:
+            with self._kept_apart(source):
+                return source.of_batch(size, taken, cut, self._report)
+        return None
+
+    @contextlib.contextmanager
+    def _kept_apart(self, source: Source) -> Iterator[None]:
+        """What is wrong with the user's labels, or the call that gives them, does not cost the points."""
         try:
-            return source.of_batch(size, taken, cut, self._report)
+            yield
         except Exception as problem:
             self._report.error(f"{source.what} of embeddings", problem)
-            return None
 
     def end(self, recorder: Recorder) -> None:
         shows = self._logged & (self._logged - 1) == 0 if self._every is None else self._logged % self._every == 0
         self._logged += 1
+        seen = self._seen
+        self.forget()  # first: a watch may be closed from another thread, while modules run
         riding = [
             (name, [_attached(part, recorder) for part in (rows.points, rows.labels, rows.thumbnails)])
-            for name, several in self._seen.items()
+            for name, several in seen.items()
             for rows in several
         ]
         if riding:
             recorder.exhibit(guarded(partial(self._keep, riding, shows), self._report, "embeddings"))
-        self.begin()
 
     def forget(self) -> None:
         self.begin()
@@ -211,18 +235,22 @@ def pooled(batch: Tensor) -> Tensor:
 def _first(given: Any, many: int) -> Any:
     """Labels: one each."""
     part = given[:many]
-    return part.detach().reshape(len(part), -1)[:, 0].clone() if isinstance(part, Tensor) else part
+    if isinstance(part, Tensor):
+        return part.detach().reshape(len(part), part[:1].numel() or 1)[:, 0].clone()
+    return part.copy() if isinstance(part, np.ndarray) else part
 
 
 def _small(given: Any, many: int) -> Any:
     """Thumbnails: every so many pixels of a picture, in grey or colours."""
+    if isinstance(given, list | tuple):
+        given = torch.stack(given[:many]) if isinstance(given[0], Tensor) else np.stack(given[:many])
     if given.ndim not in (3, 4) or (given.ndim == 4 and given.shape[1] not in (1, 3)):
         raise ArgumentError(
             f"thumbnails are [samples, height, width] or [samples, 1 or 3, height, width], not {list(given.shape)}"
         )
     down = -(-max(given.shape[-2:]) // LONGEST_SIDE)
     part = given[:many, ..., ::down, ::down]
-    return part.detach().clone() if isinstance(part, Tensor) else part
+    return part.detach().clone() if isinstance(part, Tensor) else part.copy()
 
 
 def _attached(part: Any, recorder: Recorder) -> Any:

@@ -47,7 +47,7 @@ class GraphOnlooker:
         self._waiting: list[tuple[str, Pass]] = []
         # Modules of which only outputs were shown, as compiled code does: their shapes and types.
         self._shown: dict[str, tuple[list[tuple[int, ...]], list[str]]] = {}
-        self._modules: Mapping[str, nn.Module] = {}
+        self._modules: weakref.WeakValueDictionary[str, nn.Module] = weakref.WeakValueDictionary()
         self._handles: list[RemovableHandle] = []
         self._pass: Pass | None = None
         self._into: Recorder | None = None
@@ -100,7 +100,7 @@ class GraphOnlooker:
         model = self._model()
         if model is None or self._failed or not self._is_wanted(model):
             return
-        self._modules = modules
+        self._modules = weakref.WeakValueDictionary(modules)
         if not self._handles and not self._probe.gate.was_compiled:
             self._handles = hook_calls(_python_runs_in(modules), self)
 

@@ -65,6 +65,8 @@ class Pictures:
         self._bytes = 0
 
     def wants(self, path: str, module: nn.Module) -> bool:
+        self._chosen.discard(path)  # another module may be there now
+        self._filters.pop(path, None)
         chosen = self._choice(path, module)
         if chosen:
             self._chosen.add(path)
@@ -93,12 +95,11 @@ class Pictures:
 
     def end(self, recorder: Recorder) -> None:
         self._logged += 1
-        if self._seen:
-            riding = [
-                (key, part.natural, part.words, recorder.attach(part.numbers)) for key, part in self._seen.items()
-            ]
+        seen = self._seen
+        self.forget()  # first: a watch may be closed from another thread, while modules run
+        if seen:
+            riding = [(key, part.natural, part.words, recorder.attach(part.numbers)) for key, part in seen.items()]
             recorder.exhibit(guarded(partial(_paint, riding), self._report, "painting pictures"))
-        self.forget()
 
     def forget(self) -> None:
         self.begin()

@@ -59,14 +59,14 @@ class SummaryOnlooker:
         if self._is_whole or self._is_done or kind == "functional":
             return
         if not self._samples and tensor.dim():
-            self._samples = int(tensor.shape[0])
+            self._samples = shape_of(tensor)[0]
         if kind == "input":
             return
         seen = self._seen.setdefault(path, _Outputs())
         seen.shapes.setdefault(index, shape_of(tensor))
         seen.types.setdefault(index, type_of(tensor))
         seen.calls[index] = seen.calls.get(index, 0) + 1
-        seen.nbytes += tensor.nbytes
+        seen.nbytes += tensor.numel() * tensor.element_size()  # nbytes knows no sparse ones
         # Micro-batches that follow in the same step are passes of their own.
         self._is_whole = path == ROOT
 

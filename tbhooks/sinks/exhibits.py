@@ -16,7 +16,8 @@ from tbhooks.sinks.tensors import Layout
 
 
 class Run(NamedTuple):
-    """Where a run lies, the step that is being written, and what takes the bytes of an event of its own.
+    """Where a run lies, the step that is being written, what takes the bytes of an event of its own, and what has
+    all events so far on disk.
 
     The layouts are those of the run's frame tensors so far, by kind.
     """
@@ -25,6 +26,7 @@ class Run(NamedTuple):
     time: float
     step: int
     send: Callable[[bytes], None]
+    flush: Callable[[], None]
     layouts: dict[str, Layout]
 
 
@@ -41,13 +43,15 @@ WRITERS: dict[type, Write] = {
 
 
 def _once(exhibits: Iterable[Exhibit]) -> Iterator[Exhibit]:
-    """Of pictures that two calls asked for, one: an event has one value a tag."""
-    tags: set[str] = set()
+    """Of pictures and graphs that two calls asked for, one: an event has one value a tag."""
+    written: set[tuple[type, str]] = set()
     for exhibit in exhibits:
-        if not isinstance(exhibit, Picture) or exhibit.tag not in tags:
-            yield exhibit
-        if isinstance(exhibit, Picture):
-            tags.add(exhibit.tag)
+        if isinstance(exhibit, Picture | Graph):
+            key = type(exhibit), exhibit.tag if isinstance(exhibit, Picture) else exhibit.name
+            if key in written:
+                continue
+            written.add(key)
+        yield exhibit
 
 
 def write(exhibits: Iterable[Exhibit], summary: summary_pb2.Summary, run: Run) -> None:

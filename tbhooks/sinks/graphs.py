@@ -24,6 +24,7 @@ from tensorboard.compat.proto import (
 
 from tbhooks.exhibits import Graph, Node
 from tbhooks.sinks import texts, wire
+from tbhooks.sinks.wire import utf8
 
 # What TensorBoard knows a tagged graph by.
 _PLUGIN, _VERSION = "graph_run_metadata_graph", b"1"
@@ -51,10 +52,13 @@ class Run(Protocol):
 
     def send(self, event: bytes, /) -> None: ...
 
+    def flush(self) -> None: ...
+
 
 def write(graph: Graph, summary: summary_pb2.Summary, run: Run) -> None:
     """The run's own graph as an event of its own, others into the summary of the step's event."""
     content = graph_def(graph)
+    run.flush()  # the user's own may be on its way to the file
     if graph.name == TRAINING and not has_graph_of_others(run.directory):
         # With its step: of several graphs of one step, one of TensorBoard's loaders shows the oldest.
         event = event_pb2.Event(wall_time=run.time, step=run.step, graph_def=content.SerializeToString())
@@ -78,12 +82,12 @@ def graph_def(graph: Graph) -> graph_pb2.GraphDef:
 
 
 def _node_def(node: Node) -> node_def_pb2.NodeDef:
-    made = node_def_pb2.NodeDef(name=_utf8(node.name), op=_utf8(node.operation), input=map(_utf8, node.inputs))
+    made = node_def_pb2.NodeDef(name=utf8(node.name), op=utf8(node.operation), input=map(utf8, node.inputs))
     if node.shapes:
         shapes = attr_value_pb2.AttrValue.ListValue(shape=map(_shape, node.shapes))
         made.attr["_output_shapes"].CopyFrom(attr_value_pb2.AttrValue(list=shapes))
     for name, value in node.attributes.items():
-        made.attr[_utf8(name)].CopyFrom(_text(value))
+        made.attr[utf8(name)].CopyFrom(_text(value))
     return made
 
 
@@ -93,10 +97,6 @@ def _shape(sizes: tuple[int, ...]) -> tensor_shape_pb2.TensorShapeProto:
 
 def _text(value: str) -> attr_value_pb2.AttrValue:
     return attr_value_pb2.AttrValue(s=value.encode(errors="replace"))
-
-
-def _utf8(text: str) -> str:
-    return text.encode(errors="replace").decode()
 
 
 # Whether the user has put a graph into the run.

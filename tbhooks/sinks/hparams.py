@@ -8,6 +8,7 @@ from tensorboard.compat.proto import summary_pb2
 from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 
 from tbhooks.exhibits import Ended, Hyperparameters
+from tbhooks.sinks.wire import utf8
 
 _TYPES = {str: api_pb2.DATA_TYPE_STRING, bool: api_pb2.DATA_TYPE_BOOL, float: api_pb2.DATA_TYPE_FLOAT64}
 _FIELDS = {str: "string_value", bool: "bool_value", float: "number_value"}
@@ -22,13 +23,14 @@ class When(Protocol):
 
 def write_start(asked: Hyperparameters, summary: summary_pb2.Summary, run: When) -> None:
     """Columns without a domain: other runs may have other values."""
+    values = {utf8(name): utf8(value) if isinstance(value, str) else value for name, value in asked.values.items()}
     experiment = api_pb2.Experiment(
         time_created_secs=run.time,
-        hparam_infos=[api_pb2.HParamInfo(name=name, type=_TYPES[type(v)]) for name, v in asked.values.items()],
-        metric_infos=[api_pb2.MetricInfo(name=api_pb2.MetricName(tag=tag)) for tag in asked.metrics],
+        hparam_infos=[api_pb2.HParamInfo(name=name, type=_TYPES[type(v)]) for name, v in values.items()],
+        metric_infos=[api_pb2.MetricInfo(name=api_pb2.MetricName(tag=utf8(tag))) for tag in asked.metrics],
     )
     start = plugin_data_pb2.SessionStartInfo(start_time_secs=run.time)
-    for name, value in asked.values.items():
+    for name, value in values.items():
         setattr(start.hparams[name], _FIELDS[type(value)], value)
     _add(metadata.EXPERIMENT_TAG, plugin_data_pb2.HParamsPluginData(experiment=experiment), summary)
     _add(metadata.SESSION_START_INFO_TAG, plugin_data_pb2.HParamsPluginData(session_start_info=start), summary)

@@ -26,6 +26,8 @@ class JsonlSink:
         self._file = self.path.open("a", encoding="utf-8")
 
     def write(self, frame: Frame) -> None:
+        if not frame.has_numbers:
+            return
         line = json.dumps(plain(frame.to_dict()), allow_nan=False, separators=(",", ":"))
         self._file.write(line + "\n")
         self._file.flush()

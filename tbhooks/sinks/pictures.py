@@ -12,6 +12,7 @@ from tensorboard.plugins.image import metadata
 from tbhooks.exhibits import Picture, Pixels
 from tbhooks.heatmap import chunk
 from tbhooks.sinks.texts import strings
+from tbhooks.sinks.wire import utf8
 
 _COLOURS, _PALETTE = 2, 3
 
@@ -19,10 +20,10 @@ _COLOURS, _PALETTE = 2, 3
 def write(picture: Picture, summary: summary_pb2.Summary, _run: object) -> None:
     """One value of the step's event. TensorBoard shows the caption that a tag had first."""
     height, width, _ = picture.pixels.shape
-    about = metadata.create_summary_metadata(display_name="", description=picture.caption)
+    about = metadata.create_summary_metadata(display_name="", description=utf8(picture.caption))
     about.data_class = summary_pb2.DATA_CLASS_BLOB_SEQUENCE
     content = [str(width).encode(), str(height).encode(), png(picture.pixels)]
-    summary.value.add(tag=picture.tag, tensor=strings(content), metadata=about)
+    summary.value.add(tag=utf8(picture.tag), tensor=strings(content), metadata=about)
 
 
 def png(pixels: Pixels) -> bytes:

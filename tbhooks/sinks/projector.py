@@ -12,6 +12,7 @@ import shutil
 import urllib.parse
 import zlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from tensorboard.plugins.projector.projector_config_pb2 import EmbeddingInfo, Pr
 
 from tbhooks.exhibits import Embedding, Pixels
 from tbhooks.sinks.pictures import png
+from tbhooks.sinks.wire import utf8
 
 CONFIG, FOLDER, ENTRY = "projector_config.pbtxt", "embeddings", "entry.pbtxt"
 # Entries of one layer: the first stays, and the newest of the others.
@@ -41,6 +43,7 @@ def write(embedding: Embedding, _summary: object, run: Any) -> None:
         return
     try:
         where = Path(run.directory)
+        embedding = replace(embedding, tag=utf8(embedding.tag))
         layer = where / FOLDER / _folder_name(embedding.tag)
         _write_entry(embedding, run.step, where, layer)
         _drop_old(layer)

@@ -111,7 +111,7 @@ class TensorBoardSink:
         plan.add_tensors(frame, rest)
         self._findings.add(frame.findings, rest)
         if frame.exhibits:
-            run = exhibits.Run(self.destination, frame.time, frame.step, self._send, self._layouts)
+            run = exhibits.Run(self.destination, frame.time, frame.step, self._send, self.flush, self._layouts)
             exhibits.write(frame.exhibits, rest, run)
         logged = self._templates[tuple(frame.scalars)].filled(np.array(list(frame.scalars.values()), dtype=np.float64))
         parts = (logged, plan.scalars.encoded(frame), plan.histograms.encoded(frame), rest.SerializeToString())

@@ -59,6 +59,8 @@ class WandbSink:
     def write(self, frame: Frame) -> None:
         from wandb import Histogram  # noqa: PLC0415  only where it is used
 
+        if not frame.has_numbers:
+            return
         numbers = numbers_of(frame, self._table)
         histograms = {tag: Histogram(np_histogram=(c, e)) for tag, c, e in histograms_of(frame)}
         self._define(frame, [*numbers, *histograms])

@@ -43,10 +43,14 @@ VALUE = delimited_key(summary_pb2.Summary, "value")
 _SUMMARY = delimited_key(event_pb2.Event, "summary")
 
 
+def utf8(text: str) -> str:
+    """As a protobuf takes it: of a character that is none in UTF-8, a question mark stays."""
+    return text.encode(errors="replace").decode()
+
+
 def tag_field(tag: str) -> bytes:
-    """The tag of a value; of a character that is none in UTF-8, a question mark stays."""
-    text = tag.encode(errors="replace").decode()
-    encoded: bytes = summary_pb2.Summary.Value(tag=text).SerializeToString()
+    """The tag of a value."""
+    encoded: bytes = summary_pb2.Summary.Value(tag=utf8(tag)).SerializeToString()
     return encoded
 
 
