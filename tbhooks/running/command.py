@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tbhooks.errors import ArgumentError, check_names
@@ -83,12 +84,22 @@ def _target(words: Sequence[str]) -> Target | None:
 def understood(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[Options, Target]:
     """What was asked for, by option or by variable; raises `ArgumentError` for what cannot be."""
     ours, target = split(arguments)
-    said = {name: environment.get(f"TBHOOKS_{name.upper()}") or None for name in _MEANINGS}
-    said |= {name: value for name, value in vars(_parser().parse_args(ours)).items() if value is not None}
+    said, unknown = _parser().parse_known_args(ours)
+    check_names("option", [word.partition("=")[0] for word in unknown], [f"--{name}" for name in _MEANINGS])
     if target is None:
         raise ArgumentError("which script? See tbhooks run --help")
-    meant = {name: _MEANINGS[name](value) for name, value in said.items() if value is not None}
+    by_variable = {name: _from_variable(name, environment) for name, word in vars(said).items() if word is None}
+    meant = {name: _MEANINGS[name](word) for name, word in vars(said).items() if word is not None} | by_variable
+    meant = {name: meaning for name, meaning in meant.items() if meaning is not None}
     return Options(meant.pop("logdir", None), meant), target
+
+
+def _from_variable(name: str, environment: Mapping[str, str]) -> Any:
+    variable = f"TBHOOKS_{name.upper()}"
+    try:
+        return _MEANINGS[name](environment[variable]) if environment.get(variable) else None
+    except ArgumentError as problem:
+        raise ArgumentError(f"{variable}: {problem}") from None
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -121,7 +132,8 @@ def _every(text: str) -> int:
 
 
 def _directory(text: str) -> str:
-    if not text.strip():
+    place = Path(text).expanduser()
+    if not text.strip() or (place.exists() and not place.is_dir()):
         raise ArgumentError(f"logdir is a directory, not {text!r}")
     return text
 
