@@ -513,6 +513,17 @@ def test_a_writer_that_is_closed_between_trainings_is_followed_by_the_next(begin
     assert said.startswith(f"{', '.join(directories)}: 6 of 6 steps logged, nothing found wrong\nto look: ")
 
 
+def test_the_run_of_hyperparameters_below_a_writers_is_no_run_of_ours(begin: Begin) -> None:
+    session = begin("--every", "1")
+    model, writer = net(), SummaryWriter("first")
+    optimizer = sgd(model)
+    train(model, optimizer)
+    writer.add_hparams({"lr": 0.1}, {"loss": 1.0})
+    writer.close()
+    train(model, optimizer)
+    assert session.close().startswith("first: 6 of 6 steps logged")
+
+
 def test_a_model_that_comes_later_lies_below_a_writer_in_a_relative_directory(begin: Begin) -> None:
     session = begin()
     writer = SummaryWriter("mine")

@@ -19,6 +19,9 @@ from tbhooks.running.command import Target
 from tbhooks.sinks.draining import drain_first
 from tbhooks.sinks.tensorboard import TensorBoardSink
 
+# Where a SummaryWriter comes from.
+_WRITERS_OWN = ("torch.utils.tensorboard.writer", "tensorboardX.writer")
+
 
 class Destinations:
     """Knows every writer the script has made, and the directory that is taken if it made none."""
@@ -81,12 +84,12 @@ def _name(target: Target, start: Path) -> str:
     return path.parent.name if path.name == "__main__.py" else path.stem
 
 
-def is_made_by_us() -> bool:
-    """Whether the constructor that is being told of was called by tbhooks itself."""
+def is_made_by_script() -> bool:
+    """Whether the constructor that is being told of was not called by tbhooks, nor by a writer for `add_hparams`."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("tbhooks.running."):
         frame = frame.f_back
-    return bool(frame.f_globals.get("__name__", "").startswith("tbhooks."))
+    return not frame.f_globals.get("__name__", "").startswith(("tbhooks.", *_WRITERS_OWN))
 
 
 class Destination:

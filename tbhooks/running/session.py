@@ -126,9 +126,9 @@ class Session:
             self.finder.something_is_compiled()
 
     def _made_writer(self, writer: Any, _made: Any) -> None:
-        from tbhooks.running.destinations import is_made_by_us  # noqa: PLC0415
+        from tbhooks.running.destinations import is_made_by_script  # noqa: PLC0415
 
-        if not is_made_by_us():
+        if is_made_by_script():
             self._where().writer_made(writer, self._drain)
 
     def _where(self) -> Destinations:
