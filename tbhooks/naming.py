@@ -22,8 +22,13 @@ def run_of(writer: Any, named: str) -> Any:
     """`runs/` becomes `runs/<model>-<time>`, which is nobody else's; every other writer is as it was given."""
     if not isinstance(writer, str) or not is_place(writer):
         return writer
-    name = f"{writer}{named}-{time.strftime('%Y%m%d-%H%M%S')}"
+    name = f"{writer}{named}-{now()}"
     return name if "://" in writer else _made(name)
+
+
+def now() -> str:
+    """The time as names of runs have it."""
+    return time.strftime("%Y%m%d-%H%M%S")
 
 
 def is_place(directory: str) -> bool:

@@ -6,9 +6,9 @@ Everything is checked before the script starts, and without torch.
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from tbhooks.errors import ArgumentError, check_names
@@ -88,13 +88,15 @@ def understood(arguments: Sequence[str], environment: Mapping[str, str]) -> tupl
     check_names("option", [word.partition("=")[0] for word in unknown], [f"--{name}" for name in _MEANINGS])
     if target is None:
         raise ArgumentError("which script? See tbhooks run --help")
-    by_variable = {name: _from_variable(name, environment) for name, word in vars(said).items() if word is None}
-    meant = {name: _MEANINGS[name](word) for name, word in vars(said).items() if word is not None} | by_variable
+    meant = {name: _meaning(name, word, environment) for name, word in vars(said).items()}
     meant = {name: meaning for name, meaning in meant.items() if meaning is not None}
     return Options(meant.pop("logdir", None), meant), target
 
 
-def _from_variable(name: str, environment: Mapping[str, str]) -> Any:
+def _meaning(name: str, word: str | None, environment: Mapping[str, str]) -> Any:
+    """What was said by the option, or else by its variable; None if by neither."""
+    if word is not None:
+        return _MEANINGS[name](word)
     variable = f"TBHOOKS_{name.upper()}"
     try:
         return _MEANINGS[name](environment[variable]) if environment.get(variable) else None
@@ -132,8 +134,7 @@ def _every(text: str) -> int:
 
 
 def _directory(text: str) -> str:
-    place = Path(text).expanduser()
-    if not text.strip() or (place.exists() and not place.is_dir()):
+    if not text.strip() or os.path.isfile(os.path.expanduser(text)):
         raise ArgumentError(f"logdir is a directory, not {text!r}")
     return text
 

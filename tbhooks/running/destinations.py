@@ -7,7 +7,6 @@ shows as a run of its own: in one run their numbers would mix wherever names are
 from __future__ import annotations
 
 import sys
-import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,7 @@ from tbhooks.running.command import Target
 from tbhooks.sinks.draining import drain_first
 from tbhooks.sinks.tensorboard import TensorBoardSink
 
-# Where a SummaryWriter comes from.
+# Where writers are made by writers.
 _WRITERS_OWN = ("torch.utils.tensorboard.writer", "tensorboardX.writer")
 
 
@@ -29,7 +28,7 @@ class Destinations:
     def __init__(self, logdir: str | None, target: Target, start: Path) -> None:
         """`start` is the directory the script was started in, which it may have left."""
         place = logdir if logdir is not None and naming.is_place(logdir) else None
-        self._own = start / Path(place or "runs").expanduser() / f"{_name(target, start)}-{_now()}"
+        self._own = start / Path(place or "runs").expanduser() / f"{_name(target, start)}-{naming.now()}"
         self._asked = None if logdir is None else self._own if place else start / Path(logdir).expanduser()
         self._taken: Path | None = None
         self._writers: list[weakref.ref[Any]] = []
@@ -71,10 +70,6 @@ def _absolute(directory: str) -> str:
 
 def _directory_of(writer: Any) -> str:
     return str(getattr(writer, "log_dir", None) or writer.logdir)
-
-
-def _now() -> str:
-    return time.strftime("%Y%m%d-%H%M%S")
 
 
 def _name(target: Target, start: Path) -> str:

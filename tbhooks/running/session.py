@@ -104,7 +104,7 @@ class Session:
             (self._is_watched_by_script, "the script watches its model itself"),
             (bool(problems), "; ".join(problems)),
             ("torch" not in sys.modules, "the script did not import torch"),
-            (finder is None, "the script made no torch optimizer"),
+            (finder is None, "the script made no torch optimizer in this process"),
             (bool(self.watched), "a model was found, but none of its steps came to an end"),
             (finder is not None and finder.steps > 1, "what the optimizer steps is in no module"),
         )
