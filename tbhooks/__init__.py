@@ -67,7 +67,7 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         value = getattr(importlib.import_module(f"tbhooks.{_HOMES[name]}"), name)
-    elif name in _HOMES.values():
+    elif name in _HOMES.values() or name == "integrations":
         value = importlib.import_module(f"tbhooks.{name}")
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -20,11 +20,20 @@ def name_of(model: nn.Module) -> str:
 
 def run_of(writer: Any, named: str) -> Any:
     """`runs/` becomes `runs/<model>-<time>`, which is nobody else's; every other writer is as it was given."""
-    separators = tuple(filter(None, (os.sep, os.altsep)))
-    if not isinstance(writer, str) or not writer.endswith(separators):
+    if not isinstance(writer, str) or not is_place(writer):
         return writer
-    name = f"{writer}{named}-{time.strftime('%Y%m%d-%H%M%S')}"
+    name = f"{writer}{named}-{now()}"
     return name if "://" in writer else _made(name)
+
+
+def now() -> str:
+    """The time as names of runs have it."""
+    return time.strftime("%Y%m%d-%H%M%S")
+
+
+def is_place(directory: str) -> bool:
+    """Whether it is one for runs, each below it, and not a run's own."""
+    return directory.endswith(tuple(filter(None, (os.sep, os.altsep))))
 
 
 def _made(name: str) -> str:

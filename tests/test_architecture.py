@@ -351,6 +351,11 @@ def test_watch_is_the_function_whatever_was_imported_first(first: str) -> None:
     assert in_a_fresh_process(program) == "True watch Watch\n"
 
 
+def test_integrations_are_there_without_an_import_of_their_own() -> None:
+    program = "import tbhooks; print(tbhooks.integrations.accelerate.watch.__name__)"
+    assert in_a_fresh_process(program) == "watch\n"
+
+
 def test_a_name_that_is_none_is_refused_as_by_any_module() -> None:
     with pytest.raises(AttributeError, match="module 'tbhooks' has no attribute 'wacth'"):
         tbhooks.wacth

@@ -213,7 +213,8 @@ def test_two_optimizers_make_one_step_labelled_as_the_trainer_counts(tmp_path: P
 def test_loggers_of_wandb_and_tensorboard_both_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_SILENT", "true")
     loggers = [
-        lightning.pytorch.loggers.WandbLogger(offline=True, save_dir=tmp_path, project="tests"),
+        # Its offline=True is a variable, which is read once a process.
+        lightning.pytorch.loggers.WandbLogger(mode="offline", save_dir=tmp_path, project="tests"),
         lightning.pytorch.loggers.TensorBoardLogger(tmp_path / "board"),
     ]
     fit(make_trainer(tmp_path, [WatchCallback(every=2, scalars=("std",))], logger=loggers), make_module())

@@ -62,12 +62,22 @@ def test_variables_say_the_same_and_options_win() -> None:
         ("--rules none,dead_units", "unknown rule 'none'"),
         ("--include ,", "names with commas between them are wanted, not ','"),
         ("--logdir=", "logdir is a directory, not ''"),
+        (f"--logdir {__file__}", f"logdir is a directory, not {__file__!r}"),
+        ("--evry 5", "unknown option '--evry': did you mean '--every'"),
+        ("--logidr=d", "unknown option '--logidr': did you mean '--logdir'"),
+        ("--quiet", "unknown option '--quiet': "),
     ],
 )
 def test_what_cannot_be_is_refused_by_its_name(words: str, problem: str) -> None:
     with pytest.raises(ArgumentError) as refused:
         understood([*words.split(), "train.py"], {})
     assert problem in str(refused.value)
+
+
+def test_of_a_variable_its_name_is_said() -> None:
+    with pytest.raises(ArgumentError, match=r"^TBHOOKS_EVERY: every is a whole number of at least 1, not 'often'"):
+        understood(["train.py"], {"TBHOOKS_EVERY": "often"})
+    assert understood(["--every", "2", "train.py"], {"TBHOOKS_EVERY": "often"})[0] == Options(None, {"every": 2})
 
 
 @pytest.mark.parametrize("words", ["--every 0 {}", "--evry 5 {}", "--every", "--ev 5 {}", "", "-m"])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
@@ -294,6 +296,91 @@ def test_a_second_optimizer_of_the_same_model_changes_nothing(begin: Begin, tmp_
     assert [frame.step for frame in only_run(tmp_path).training] == [0, 2, 4, 6, 8]
 
 
+def test_an_optimizer_made_for_every_step_is_looked_at_once(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[int] = []
+    every_module = finding.live_modules
+
+    def looking() -> list[nn.Module]:
+        looks.append(0)
+        return every_module()
+
+    monkeypatch.setattr(finding, "live_modules", looking)
+    session = begin("--every", "1")
+    model = net()
+    for _ in range(3):
+        train(model, sgd(model), steps=1)
+        assert not torch_module._has_any_global_hook()
+    pixels = torch.zeros(8, 4, requires_grad=True)
+    train(lambda x: model(x + pixels), torch.optim.SGD([pixels], lr=0.1))
+    assert len(looks) == 1
+    assert not torch_module._has_any_global_hook()
+    assert "nothing found wrong" in session.close()
+
+
+def test_parameters_that_are_added_to_an_optimizer_are_seen_from_the_first_step(begin: Begin, tmp_path: Path) -> None:
+    session = begin()
+    model = net()
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    optimizer.add_param_group({"params": model.parameters()})
+    train(model, optimizer)
+    session.close()
+    assert paths(only_run(tmp_path)) == ["0", "1", "2", "(root)"]
+
+
+def test_a_module_with_parameters_of_its_own_kind_is_no_trouble(begin: Begin, tmp_path: Path) -> None:
+    class Grouped(nn.Linear):
+        def parameters(self, group: str) -> Iterator[nn.Parameter]:  # type: ignore[override]
+            yield from super().parameters()
+
+    session = begin()
+    model, other = net(), Grouped(4, 1)
+    optimizer = sgd(model)
+    for _ in range(2):
+        (other(batch()) + model(batch())).square().mean().backward()
+        optimizer.step()
+    session.close()
+    assert paths(only_run(tmp_path)) == ["0", "1", "2", "(root)"]
+
+
+def test_a_holder_that_is_garbage_is_no_model(begin: Begin, tmp_path: Path) -> None:
+    session = begin()
+    model = net()
+    gc.disable()
+    try:
+        holder = nn.Sequential(model)
+        holder.__dict__["itself"] = holder  # so that it goes with the collector only
+        del holder
+        train(model, sgd(model))
+    finally:
+        gc.enable()
+    session.close()
+    assert paths(only_run(tmp_path)) == ["0", "1", "2", "(root)"]
+
+
+def test_a_model_that_is_kept_from_the_collector_is_found_when_it_is_called(begin: Begin, tmp_path: Path) -> None:
+    session = begin()
+    model = net()
+    gc.freeze()
+    try:
+        train(model, sgd(model))
+    finally:
+        gc.unfreeze()
+    session.close()
+    assert paths(only_run(tmp_path)) == ["0", "1", "2", "(root)"]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_a_model_that_is_traced_before_it_trains_is_traced_as_it_was(begin: Begin, tmp_path: Path) -> None:
+    session = begin()
+    model = net()
+    optimizer = sgd(model)
+    with warnings.catch_warnings(category=torch.jit.TracerWarning, action="error"):
+        traced = torch.jit.trace(model, batch())
+    train(traced, optimizer)
+    session.close()
+    assert paths(only_run(tmp_path), "weight") == ["0.weight", "0.bias", "2.weight", "2.bias"]
+
+
 def test_a_model_that_comes_later_has_a_run_below_the_first(begin: Begin, tmp_path: Path) -> None:
     session = begin()
     for width in (4, 5, 6):
@@ -408,6 +495,47 @@ def test_the_scripts_own_writer_gets_it_though_it_is_made_later_and_closed_early
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize("following", ["second", "first"])
+def test_a_writer_that_is_closed_between_trainings_is_followed_by_the_next(begin: Begin, following: str) -> None:
+    session = begin("--every", "1")
+    model = net()
+    optimizer = sgd(model)
+    first = SummaryWriter("first")
+    train(model, optimizer)
+    first.close()
+    second = SummaryWriter("second") if following == "second" else first
+    train(model, optimizer)
+    second.close()
+    said = session.close()
+    directories = list(dict.fromkeys(["first", following]))
+    steps = [frame.step for directory in directories for frame in runs.read(directory).training]
+    assert steps == [0, 1, 2, 3, 4, 5]
+    assert said.startswith(f"{', '.join(directories)}: 6 of 6 steps logged, nothing found wrong\nto look: ")
+
+
+def test_the_run_of_hyperparameters_below_a_writers_is_no_run_of_ours(begin: Begin) -> None:
+    session = begin("--every", "1")
+    model, writer = net(), SummaryWriter("first")
+    optimizer = sgd(model)
+    train(model, optimizer)
+    writer.add_hparams({"lr": 0.1}, {"loss": 1.0})
+    writer.close()
+    train(model, optimizer)
+    assert session.close().startswith("first: 6 of 6 steps logged")
+
+
+def test_a_model_that_comes_later_lies_below_a_writer_in_a_relative_directory(begin: Begin) -> None:
+    session = begin()
+    writer = SummaryWriter("mine")
+    for model in (net(), nn.Linear(4, 1)):
+        train(model, sgd(model))
+        writer.flush()
+    assert session.close().splitlines() == [
+        "mine: 2 of 3 steps logged, nothing found wrong", "mine/Linear: 2 of 3 steps logged, nothing found wrong",
+        "to look: tensorboard --logdir mine, or tbhooks report mine",
+    ]  # fmt: skip
+
+
 def test_a_writer_of_tensorboardx_is_used_too(begin: Begin, tmp_path: Path) -> None:
     tensorboardx = pytest.importorskip("tensorboardX")
     session = begin()
@@ -429,6 +557,18 @@ def test_logdir_goes_before_the_scripts_own_writer(begin: Begin, tmp_path: Path,
     session.close()
     assert [frame.step for frame in runs.read(tmp_path / ("mine" if same else "asked")).training] == [0, 2]
     assert len(list((tmp_path / "mine").iterdir())) == 1
+
+
+def test_a_logdir_that_ends_with_a_slash_is_a_place_for_runs(begin: Begin, tmp_path: Path) -> None:
+    session = begin("--logdir", "place/")
+    writer = SummaryWriter("mine")
+    model = net()
+    train(model, sgd(model))
+    session.close()
+    writer.close()
+    [run] = (tmp_path / "place").iterdir()
+    assert run.name.startswith("train-2")
+    assert [frame.step for frame in runs.read(run).training] == [0, 2]
 
 
 def test_two_models_lie_below_the_directory_of_the_scripts_writer(begin: Begin, tmp_path: Path) -> None:
@@ -495,7 +635,7 @@ def test_so_is_one_that_does_it_after_its_model_was_found(begin: Begin, tmp_path
 
 def test_why_there_is_nothing_is_said(begin: Begin, tmp_path: Path) -> None:
     session = begin()
-    assert session.close() == "nothing was logged: the script made no torch optimizer"
+    assert session.close() == "nothing was logged: the script made no torch optimizer in this process"
 
     session = begin()
     optimizer = sgd(net())
@@ -512,6 +652,25 @@ def test_why_there_is_nothing_is_said(begin: Begin, tmp_path: Path) -> None:
     model(batch())
     assert session.close() == "nothing was logged: a model was found, but none of its steps came to an end"
     assert not (tmp_path / "runs").exists()
+
+
+def test_why_nothing_could_be_written_is_said(begin: Begin, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    session = begin("--logdir", "file/below")
+    model = net()
+    train(model, sgd(model))
+    assert session.close().startswith("nothing was logged: Destination: NotADirectoryError")
+
+
+def test_a_model_that_takes_no_hooks_is_told(begin: Begin) -> None:
+    class Scripted(nn.Linear):
+        def register_forward_pre_hook(self, *_: object, **__: object) -> NoReturn:
+            raise RuntimeError("register_forward_pre_hook is not supported")
+
+    session = begin()
+    model = Scripted(4, 1)
+    train(model, sgd(model))
+    assert session.close() == "nothing was logged: register_forward_pre_hook is not supported"
 
 
 def test_names_that_are_not_in_the_model_are_told_and_training_goes_on(
@@ -574,7 +733,6 @@ def test_everything_that_was_patched_is_put_back(begin: Begin) -> None:
 
 
 def test_a_model_that_is_let_go_of_is_freed(begin: Begin) -> None:
-    import gc
     import weakref
 
     begin()

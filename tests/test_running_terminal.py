@@ -87,6 +87,15 @@ def test_a_stderr_that_is_gone_is_no_trouble(monkeypatch: pytest.MonkeyPatch, cl
     Terminal().emit(logging.LogRecord("tbhooks", logging.WARNING, "", 0, "said", (), None))
 
 
+def test_a_stderr_of_the_scripts_that_fails_is_no_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken(io.StringIO):
+        def write(self, _text: str) -> int:
+            raise LookupError("of the script's own")
+
+    monkeypatch.setattr(sys, "stderr", Broken())
+    Terminal().emit(logging.LogRecord("tbhooks", logging.WARNING, "", 0, "said", (), None))
+
+
 RICH = """
 import logging, time
 from rich.progress import Progress

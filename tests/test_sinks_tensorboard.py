@@ -469,7 +469,7 @@ def test_a_directory_gets_one_writer_that_is_closed_with_the_watch(
     assert sink.destination == str(tmp_path / "new" / "run")
     frames.train(model, 4)
     w.close()
-    assert sink._is_closed()
+    assert sink.is_closed
     assert len(frames.event_files(tmp_path)) == 1
     assert watched_steps(tmp_path / "new" / "run") == [0, 1, 2, 3]
 

@@ -6,6 +6,7 @@ Everything is checked before the script starts, and without torch.
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -83,12 +84,24 @@ def _target(words: Sequence[str]) -> Target | None:
 def understood(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[Options, Target]:
     """What was asked for, by option or by variable; raises `ArgumentError` for what cannot be."""
     ours, target = split(arguments)
-    said = {name: environment.get(f"TBHOOKS_{name.upper()}") or None for name in _MEANINGS}
-    said |= {name: value for name, value in vars(_parser().parse_args(ours)).items() if value is not None}
+    said, unknown = _parser().parse_known_args(ours)
+    check_names("option", [word.partition("=")[0] for word in unknown], [f"--{name}" for name in _MEANINGS])
     if target is None:
         raise ArgumentError("which script? See tbhooks run --help")
-    meant = {name: _MEANINGS[name](value) for name, value in said.items() if value is not None}
+    meant = {name: _meaning(name, word, environment) for name, word in vars(said).items()}
+    meant = {name: meaning for name, meaning in meant.items() if meaning is not None}
     return Options(meant.pop("logdir", None), meant), target
+
+
+def _meaning(name: str, word: str | None, environment: Mapping[str, str]) -> Any:
+    """What was said by the option, or else by its variable; None if by neither."""
+    if word is not None:
+        return _MEANINGS[name](word)
+    variable = f"TBHOOKS_{name.upper()}"
+    try:
+        return _MEANINGS[name](environment[variable]) if environment.get(variable) else None
+    except ArgumentError as problem:
+        raise ArgumentError(f"{variable}: {problem}") from None
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -121,7 +134,7 @@ def _every(text: str) -> int:
 
 
 def _directory(text: str) -> str:
-    if not text.strip():
+    if not text.strip() or os.path.isfile(os.path.expanduser(text)):
         raise ArgumentError(f"logdir is a directory, not {text!r}")
     return text
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterable
 
+import torch
 from torch import nn
 
 from tbhooks.select import unwrap
@@ -18,7 +19,8 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 
 def live_modules() -> list[nn.Module]:
-    """Every module of the process, in no order that means anything."""
+    """Every module of the process, in no order that means anything; but none that `gc.freeze` keeps from view."""
+    gc.collect()  # a holder that is no more than garbage is no model
     # By type: asking some objects for their class runs code of theirs.
     return [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
 
@@ -26,9 +28,10 @@ def live_modules() -> list[nn.Module]:
 def covering(wanted: frozenset[int], modules: Iterable[nn.Module], called: nn.Module | None) -> list[nn.Module]:
     """The fewest outermost modules that hold the parameters with these ids, as far as any do.
 
-    Of those that hold as many, one with `called` inside goes first, then the one with the least besides.
+    Of those that hold as many, one that takes hooks goes first, then one with `called` inside, then the one with the
+    least besides.
     """
-    held = {id(top): (top, {id(parameter) for parameter in top.parameters()}) for top in outermost(modules, wanted)}
+    held = {id(top): (top, parameters_of(top)) for top in outermost(modules, wanted)}
     chosen: list[nn.Module] = []
     left = set(wanted)
     while held:
@@ -41,9 +44,9 @@ def covering(wanted: frozenset[int], modules: Iterable[nn.Module], called: nn.Mo
     return chosen
 
 
-def _worth(top: nn.Module, parameters: set[int], left: set[int], called: nn.Module | None) -> tuple[int, bool, int]:
+def _worth(top: nn.Module, parameters: set[int], left: set[int], called: nn.Module | None) -> tuple[int, ...]:
     is_called = called is not None and any(module is called for module in top.modules())
-    return len(parameters & left), is_called, -len(parameters)
+    return len(parameters & left), not isinstance(top, torch.jit.ScriptModule), is_called, -len(parameters)
 
 
 def outermost(modules: Iterable[nn.Module], wanted: frozenset[int]) -> list[nn.Module]:
@@ -60,4 +63,9 @@ def _is_whole(module: nn.Module) -> bool:
 
 
 def _holds(module: nn.Module, wanted: frozenset[int]) -> bool:
-    return any(id(parameter) in wanted for parameter in module.parameters())
+    return not wanted.isdisjoint(parameters_of(module))
+
+
+def parameters_of(module: nn.Module) -> set[int]:
+    """Their ids, as torch lists them: a class may have made `parameters` something of its own."""
+    return {id(parameter) for parameter in nn.Module.parameters(module)}

@@ -7,16 +7,19 @@ shows as a run of its own: in one run their numbers would mix wherever names are
 from __future__ import annotations
 
 import sys
-import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tbhooks import naming
 from tbhooks.frame import Frame
 from tbhooks.running.command import Target
 from tbhooks.sinks.draining import drain_first
 from tbhooks.sinks.tensorboard import TensorBoardSink
+
+# Where writers are made by writers.
+_WRITERS_OWN = ("torch.utils.tensorboard.writer", "tensorboardX.writer")
 
 
 class Destinations:
@@ -24,8 +27,9 @@ class Destinations:
 
     def __init__(self, logdir: str | None, target: Target, start: Path) -> None:
         """`start` is the directory the script was started in, which it may have left."""
-        self._asked = None if logdir is None else start / Path(logdir).expanduser()
-        self._own = start / "runs" / f"{_name(target, start)}-{time.strftime('%Y%m%d-%H%M%S')}"
+        place = logdir if logdir is not None and naming.is_place(logdir) else None
+        self._own = start / Path(place or "runs").expanduser() / f"{_name(target, start)}-{naming.now()}"
+        self._asked = None if logdir is None else self._own if place else start / Path(logdir).expanduser()
         self._taken: Path | None = None
         self._writers: list[weakref.ref[Any]] = []
 
@@ -43,11 +47,10 @@ class Destinations:
         return base / name
 
     def _writer(self) -> Any:
-        """The first that the script made, if it is where the user wants the run."""
-        for writer in filter(None, (reference() for reference in self._writers)):
-            if self._asked is None or Path(_directory_of(writer)).absolute() == self._asked:
-                return writer
-        return None
+        """The first that is open, or else the last that was, of those that are where the user wants the run."""
+        made = [writer for writer in (reference() for reference in self._writers) if writer is not None]
+        fit = [writer for writer in made if self._asked in (None, Path(_directory_of(writer)).absolute())]
+        return next((writer for writer in fit if writer.file_writer is not None), fit[-1] if fit else None)
 
     def _directory(self) -> Path:
         if self._asked is not None:
@@ -58,6 +61,11 @@ class Destinations:
             directory = self._own.with_name(f"{self._own.name}-{times}")
         self._taken = directory
         return directory
+
+
+def _absolute(directory: str) -> str:
+    """The same after the script has gone elsewhere."""
+    return directory if "://" in directory else str(Path(directory).absolute())
 
 
 def _directory_of(writer: Any) -> str:
@@ -71,16 +79,19 @@ def _name(target: Target, start: Path) -> str:
     return path.parent.name if path.name == "__main__.py" else path.stem
 
 
-def is_made_by_us() -> bool:
-    """Whether the constructor that is being told of was called by tbhooks itself."""
+def is_made_by_script() -> bool:
+    """Whether the constructor that is being told of was not called by tbhooks, nor by a writer for `add_hparams`."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("tbhooks.running."):
         frame = frame.f_back
-    return bool(frame.f_globals.get("__name__", "").startswith("tbhooks."))
+    return not frame.f_globals.get("__name__", "").startswith(("tbhooks.", *_WRITERS_OWN))
 
 
 class Destination:
-    """A sink that opens when there is something to write: until then the script may make its writer."""
+    """A sink that opens when there is something to write: until then the script may make its writer.
+
+    It opens again after the script has closed that one, which it may do between one training and the next.
+    """
 
     def __init__(self, destinations: Destinations, name: str, is_unwanted: Callable[[], bool]) -> None:
         self.name = name
@@ -89,11 +100,8 @@ class Destination:
         self._destinations = destinations
         self._is_unwanted = is_unwanted
         self._sink: TensorBoardSink | None = None
-
-    @property
-    def directory(self) -> str | None:
-        """The run's, once something was written."""
-        return None if self._sink is None else self._sink.destination
+        self.directories: list[str] = []
+        """Where something was written, first things first."""
 
     def last_step(self) -> int | None:
         return self._open().last_step()
@@ -113,6 +121,8 @@ class Destination:
             self._sink.close()
 
     def _open(self) -> TensorBoardSink:
-        if self._sink is None:
+        if self._sink is None or self._sink.is_closed:
             self._sink = TensorBoardSink(self._destinations.of(self.name))
+            directory = _absolute(self._sink.destination)
+            self.directories += [directory] if directory not in self.directories else []
         return self._sink

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tbhooks.clock import has_closure
 from tbhooks.report import logger
-from tbhooks.running.covering import covering, live_modules
+from tbhooks.running.covering import covering, live_modules, parameters_of
 
 if TYPE_CHECKING:
     from tbhooks.handle import Watch
@@ -39,12 +39,13 @@ class Finder:
         self._leftover: list[RemovableHandle] = []
         self._strangers: set[int] = set()
         """The ids of modules that no optimizer trains."""
-        self._wanted: frozenset[int] = frozenset()
+        self._models: list[weakref.ref[nn.Module]] = []
+        """Those that have been found."""
         self._waiting: RemovableHandle | None = None
 
     def made(self, optimizer: Optimizer) -> None:
         """Tells of a new optimizer; some tell of themselves twice."""
-        if optimizer in self._handles:
+        if optimizer in self._handles or self._is_known(optimizer):
             return
         self._handles[optimizer] = optimizer.register_step_pre_hook(self._steps)
         self._strangers = set()
@@ -64,16 +65,18 @@ class Finder:
         self._leftover = []
 
     def _look_out(self) -> None:
-        self._wanted = self._parameters()
         if self._at_once:
             self._stop_waiting()
             self._decide(None)
-        elif self._waiting is None and self._handles:
+        elif self._waiting is None:
             self._waiting = register_module_forward_pre_hook(self._forward_begins)
 
-    def _parameters(self) -> frozenset[int]:
-        groups = [group for optimizer in list(self._handles) for group in optimizer.param_groups]
-        return frozenset(id(parameter) for group in groups for parameter in group["params"])
+    def _is_known(self, optimizer: Optimizer) -> bool:
+        """Whether all it trains has been found: some scripts make one for every step, and looking takes its time."""
+        models = [model for model in (reference() for reference in self._models) if model is not None]
+        found = {parameter for model in models for parameter in parameters_of(model)}
+        trained = _parameters([optimizer])
+        return bool(trained) and trained <= found
 
     def _stop_waiting(self) -> None:
         if self._waiting is not None:
@@ -81,10 +84,11 @@ class Finder:
             self._waiting = None
 
     def _forward_begins(self, module: nn.Module, _args: Any) -> None:
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or id(module) in self._strangers:
+        if not _may_be_training() or id(module) in self._strangers:
             return
         with self._guarded():
-            if any(id(parameter) in self._wanted for parameter in module.parameters()):
+            wanted = _parameters(self._handles)
+            if not wanted.isdisjoint(parameters_of(module)):
                 self._decide(module)
             else:
                 self._strangers.update(map(id, module.modules()))
@@ -117,7 +121,9 @@ class Finder:
             logger.error("finding the model: %s: %s", type(problem).__name__, problem)
 
     def _decide(self, called: nn.Module | None, stepping: Optimizer | None = None) -> list[Watch]:
-        models = covering(self._parameters(), live_modules(), called)
+        wanted = _parameters(self._handles)
+        modules = [*live_modules(), *([] if called is None else [called])] if wanted else []
+        models = covering(wanted, modules, called)
         if not models and stepping is None:
             return []  # perhaps when it steps
         self._stop_waiting()
@@ -127,4 +133,16 @@ class Finder:
             else:
                 handle.remove()
         self._handles.clear()
+        self._models += map(weakref.ref, models)
         return self._found(models)
+
+
+def _may_be_training() -> bool:
+    """A model that is compiled, exported, traced or evaluated may be called by way of something that soon is gone."""
+    return not torch.compiler.is_compiling() and torch.is_grad_enabled() and not torch._C._is_tracing()
+
+
+def _parameters(optimizers: Iterable[Optimizer]) -> frozenset[int]:
+    """The ids of what they step that a module can hold: pixels that are fitted, for one, are mere tensors."""
+    groups = [group for optimizer in list(optimizers) for group in optimizer.param_groups]
+    return frozenset(id(tensor) for group in groups for tensor in group["params"] if isinstance(tensor, nn.Parameter))

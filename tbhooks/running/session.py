@@ -13,7 +13,6 @@ import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tbhooks.errors import TbhooksError
 from tbhooks.process import rank_and_world
 from tbhooks.report import logger
 from tbhooks.running import telling
@@ -99,11 +98,13 @@ class Session:
     def _why_nothing(self) -> str:
         """The first of these that is so."""
         finder = self.finder
+        unwritten = [watching.stats.messages[0] for watching, _ in self.watched if watching.stats.dropped]
+        problems = [*self._problems, *unwritten]
         reasons = (
             (self._is_watched_by_script, "the script watches its model itself"),
-            (bool(self._problems), "; ".join(self._problems)),
+            (bool(problems), "; ".join(problems)),
             ("torch" not in sys.modules, "the script did not import torch"),
-            (finder is None, "the script made no torch optimizer"),
+            (finder is None, "the script made no torch optimizer in this process"),
             (bool(self.watched), "a model was found, but none of its steps came to an end"),
             (finder is not None and finder.steps > 1, "what the optimizer steps is in no module"),
         )
@@ -125,9 +126,9 @@ class Session:
             self.finder.something_is_compiled()
 
     def _made_writer(self, writer: Any, _made: Any) -> None:
-        from tbhooks.running.destinations import is_made_by_us  # noqa: PLC0415
+        from tbhooks.running.destinations import is_made_by_script  # noqa: PLC0415
 
-        if not is_made_by_us():
+        if is_made_by_script():
             self._where().writer_made(writer, self._drain)
 
     def _where(self) -> Destinations:
@@ -153,7 +154,7 @@ class Session:
                 break
             try:
                 self._watch(model, self._free(name))
-            except TbhooksError as problem:
+            except Exception as problem:  # torch, too, has modules it puts no hook on
                 self._problems.append(str(problem))
                 logger.warning("%s is not watched: %s", type(model).__name__, problem)
         return [watching for watching, _ in self.watched[known:]]

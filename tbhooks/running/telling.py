@@ -19,18 +19,19 @@ def told(watched: list[tuple[Watch, Destination]], why_nothing: str) -> str:
     """Nothing where this process is not the first of its job."""
     if any(watching._place.rank != 0 for watching, _ in watched):
         return ""
-    written = [(watching, destination) for watching, destination in watched if destination.directory]
+    written = [(watching, destination) for watching, destination in watched if destination.directories]
     if not written:
         return f"nothing was logged: {why_nothing}"
     lines = [line for watching, destination in written for line in _of_one(watching, destination)]
-    return "\n".join([*lines, _how_to_look([str(destination.directory) for _, destination in written])])
+    return "\n".join([*lines, _how_to_look([path for _, destination in written for path in destination.directories])])
 
 
 def _of_one(watching: Watch, destination: Destination) -> list[str]:
     stats, findings = watching.stats, watching.findings
     found = f"{len(findings)} {'finding' if len(findings) == 1 else 'findings'}" if findings else "nothing found wrong"
     begun = max(stats.steps, stats.logged)  # the last one may have been cut short
-    lines = [f"{_short(str(destination.directory))}: {stats.logged} of {begun} steps logged, {found}"]
+    where = ", ".join(map(_short, destination.directories))
+    lines = [f"{where}: {stats.logged} of {begun} steps logged, {found}"]
     lines += [f"  {_line(finding)}" for finding in findings[:MOST_FINDINGS]]
     if len(findings) > MOST_FINDINGS:
         lines.append(f"  and {len(findings) - MOST_FINDINGS} more")

@@ -52,7 +52,7 @@ class Terminal(logging.Handler):
         """One line for each of the text. A rich display that is live has taken stderr over, and makes room itself."""
         lines = "\n".join(PREFIX + line for line in text.splitlines())
         bars = getattr(sys.modules.get("tqdm"), "tqdm", None)
-        with suppress(OSError, ValueError, AttributeError):  # closed, or none at all
+        with suppress(Exception):  # closed, none at all, or one of the script's that fails in its own way
             if bars is not None and getattr(bars, "_instances", None):
                 bars.write(lines, file=sys.stderr)
             else:

@@ -85,12 +85,12 @@ class TensorBoardSink:
         summary = self._encoded(frame)
         if not summary:
             return
-        if self._is_closed():
+        if self.is_closed:
             raise OSError("the SummaryWriter was closed before the watch")
         self._send(wire.event(frame.time, frame.step, summary))
 
     def flush(self) -> None:
-        if not self._is_closed():
+        if not self.is_closed:
             self._events.flush()
 
     def close(self) -> None:
@@ -101,7 +101,9 @@ class TensorBoardSink:
         else:
             self.flush()
 
-    def _is_closed(self) -> bool:
+    @property
+    def is_closed(self) -> bool:
+        """Whether the user has closed what it writes to."""
         inner = getattr(self._events, "_async_writer", self._events)
         return bool(getattr(inner, "_closed", False))
 
