@@ -8,6 +8,8 @@ from collections.abc import Iterator
 
 # Some virtual machines announce AMX and die of it in the first bfloat16 matmul.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+# Processes that tests start share the cores with other tests: threads that wait for each other would wait long.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
