@@ -152,7 +152,14 @@ def expand(page: Any, *names: str) -> None:
 
 def select(page: Any, name: str, *says: str) -> None:
     """Clicks a box, and waits until the card beside the graph says all this of it."""
-    page.evaluate_handle(BOX, [name, ".nodeshape"]).as_element().dispatch_event("click")
+
+    def is_chosen() -> bool:
+        """A click while boxes are moving is lost."""
+        page.evaluate_handle(BOX, [name, ".nodeshape"]).as_element().dispatch_event("click")
+        page.wait_for_timeout(500)
+        return bool(page.get_by_text(says[0]).first.is_visible())
+
+    wait_for(is_chosen, f"the card of {name}")
     for words in says:
         page.get_by_text(words).first.wait_for()
 
