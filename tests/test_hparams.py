@@ -23,7 +23,7 @@ from torch import nn
 
 import tbhooks
 from tbhooks import hyperparameters
-from tests.test_tensorboard_server import wait_for
+from tests.serving import serving
 
 pytestmark = pytest.mark.xdist_group("tensorboard_server")
 
@@ -76,32 +76,20 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list
 def post(
     request: pytest.FixtureRequest, runs: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Post]:
-    command = [
-        sys.executable, "-m", "tensorboard.main", "--logdir", str(runs[0]), "--host", "127.0.0.1", "--port", "0",
-        f"--load_fast={request.param}", "--reload_interval=1",
-    ]  # fmt: skip
-    told = tmp_path_factory.mktemp("server") / "server.log"
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with told.open("w") as log:
-        server = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
-    try:
-        address = wait_for(lambda: re.search(r"http://127\.0\.0\.1:\d+", told.read_text()), told, server)[0]
+    with serving(runs[0], request.param, tmp_path_factory.mktemp("server") / "server.log") as server:
 
         def ask(route: str, body: dict[str, Any] | None) -> Any:
             content = None if body is None else json.dumps(body).encode()
-            request = urllib.request.Request(f"{address}/data/plugin/{route}", content)
+            request = urllib.request.Request(f"{server.address}/data/plugin/{route}", content)
             request.add_header("Content-Type", "application/json")
             try:
-                with direct.open(request, timeout=10) as answer:
+                with server.opener.open(request, timeout=10) as answer:
                     return json.load(answer)
             except OSError:  # not served yet
                 return {}
 
-        wait_for(lambda: len(ask("hparams/session_groups", everything(0)).get("sessionGroups", ())) == 3, told, server)
+        server.wait_for(lambda: len(ask("hparams/session_groups", everything(0)).get("sessionGroups", ())) == 3)
         yield ask
-    finally:
-        server.kill()
-        server.wait(10)
 
 
 def everything(metrics: int) -> dict[str, Any]:

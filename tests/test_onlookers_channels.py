@@ -350,3 +350,21 @@ def test_heads_that_did_not_run_are_not_told_to_be_unseen() -> None:
     optimizer.step()
     w.close()
     assert "per_channel/inner" not in w.stats.unseen
+
+
+def launches_of_a_logged_step(*, asked: bool) -> int:
+    torch.manual_seed(0)
+    model = simulated.to_device(nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 4)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with tbhooks.watch(model, every=1) as w, simulated.Log() as record:
+        if asked:
+            w.per_channel("0", kinds="activation")
+        model(simulated.put(torch.randn(16, 1, 8, 8))).sum().backward()
+        optimizer.step()
+        return sum(record.launches.values())
+
+
+def test_a_layer_takes_two_dozen_launches_whatever_its_channels() -> None:
+    launches_of_a_logged_step(asked=True)  # tables are made once
+    more = launches_of_a_logged_step(asked=True) - launches_of_a_logged_step(asked=False)
+    assert 0 < more <= 24

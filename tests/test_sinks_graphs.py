@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 import time
 import urllib.parse
 import urllib.request
@@ -24,8 +22,8 @@ import tbhooks
 from tbhooks.exhibits import Graph, Node
 from tbhooks.sinks import graphs
 from tests import waiting
+from tests.serving import serving
 from tests.test_onlookers_graph import EVALUATED, TRAINED, Differs, Residual, x
-from tests.test_tensorboard_server import wait_for
 
 # In one process: each would start servers of its own.
 pytestmark = pytest.mark.xdist_group("tensorboard_server")
@@ -96,31 +94,19 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=["true", "false"], ids=["load_fast", "load_slow"])
 def ask(request: pytest.FixtureRequest, runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
-    command = [
-        sys.executable, "-m", "tensorboard.main", "--logdir", str(runs), "--host", "127.0.0.1", "--port", "0",
-        f"--load_fast={request.param}", "--reload_interval=1",
-    ]  # fmt: skip
-    told = tmp_path_factory.mktemp("told") / "server.log"
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with told.open("w") as log:
-        server = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
-    try:
-        address = wait_for(lambda: re.search(r"http://127\.0\.0\.1:\d+", told.read_text()), told, server)[0]
+    with serving(runs, request.param, tmp_path_factory.mktemp("told") / "server.log") as server:
 
         def fetch(route: str, **query: str) -> str:
-            url = f"{address}/data/plugin/{route}?{urllib.parse.urlencode(query)}"
-            with direct.open(url, timeout=20) as answer:
+            url = f"{server.address}/data/plugin/{route}?{urllib.parse.urlencode(query)}"
+            with server.opener.open(url, timeout=20) as answer:
                 return str(answer.read().decode())
 
         def is_loaded() -> bool:
             known = json.loads(fetch("graphs/info"))
             return len(known) == 6 and all(run["tags"] for name, run in known.items() if name != "apart")
 
-        wait_for(is_loaded, told, server)
+        server.wait_for(is_loaded)
         yield fetch
-    finally:
-        server.kill()
-        server.wait(10)
 
 
 def graph(ask: Ask, **query: str) -> graph_pb2.GraphDef:

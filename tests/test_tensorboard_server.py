@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
-import subprocess
-import sys
-import time
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -21,12 +17,12 @@ import tbhooks
 from tbhooks import Frame, MemorySink
 from tbhooks import pump as pump_module
 from tests import frames
+from tests.serving import serving
 
 # In one process: each would start servers of its own.
 pytestmark = pytest.mark.xdist_group("tensorboard_server")
 
 STEPS = 20
-PATIENCE_S = 60.0
 
 Ask = Callable[[str, str], Any]
 
@@ -52,40 +48,18 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Frame]]:
 @pytest.fixture(params=["true", "false"], ids=["load_fast", "load_slow"])
 def ask(request: pytest.FixtureRequest, run: tuple[Path, list[Frame]], tmp_path: Path) -> Iterator[Ask]:
     """Asks a server on loopback, which is killed in the end, for a route's data of a tag."""
-    command = [
-        sys.executable, "-m", "tensorboard.main", "--logdir", str(run[0]), "--host", "127.0.0.1", "--port", "0",
-        f"--load_fast={request.param}", "--reload_interval=1",
-    ]  # fmt: skip
-    told = tmp_path / "server.log"
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with told.open("w") as log:
-        server = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
-    try:
-        address = wait_for(lambda: re.search(r"http://127\.0\.0\.1:\d+", told.read_text()), told, server)[0]
+    with serving(run[0], request.param, tmp_path / "server.log") as server:
 
         def fetch(route: str, tag: str) -> Any:
             query = urllib.parse.urlencode({"run": ".", "tag": tag})
             try:
-                with direct.open(f"{address}/data/plugin/{route}?{query}", timeout=10) as answer:
+                with server.opener.open(f"{server.address}/data/plugin/{route}?{query}", timeout=10) as answer:
                     return json.load(answer)
             except OSError:  # not served yet
                 return []
 
-        wait_for(lambda: len(fetch("scalars/scalars", "mine/loss")) == STEPS, told, server)
+        server.wait_for(lambda: len(fetch("scalars/scalars", "mine/loss")) == STEPS)
         yield fetch
-    finally:
-        server.kill()
-        server.wait(10)
-
-
-def wait_for(ready: Callable[[], Any], told: Path, server: subprocess.Popen[bytes]) -> Any:
-    deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline and server.poll() is None:
-        answer = ready()
-        if answer:
-            return answer
-        time.sleep(0.1)
-    raise AssertionError(f"TensorBoard did not serve the run; it said:\n{told.read_text()[-2000:]}")
 
 
 def series(ask: Ask, tag: str) -> dict[int, float]:
