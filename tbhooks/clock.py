@@ -6,14 +6,16 @@ optimizers only (all of them, once, through torch's own global hooks), never on 
 
 from __future__ import annotations
 
+import functools
+import itertools
 import sys
+import threading
 import weakref
 from collections.abc import Callable
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, Protocol
 
 from torch import nn
-from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -21,11 +23,10 @@ from torch.utils.hooks import RemovableHandle
 from tbhooks.autograd import NO_BACKWARD, at_end_of_backward, backward_pass, in_backward, in_nested_backward
 from tbhooks.compiled import never_compiled, runs_as_python
 from tbhooks.report import Report
+from tbhooks.rounds import Round, SeldomSteps
+from tbhooks.turns import Turns
 
 MODES = ("auto", "optimizer", "forward", "manual")
-# In "auto", this many forwards with no optimizer step mean that no optimizer is coming. Longer
-# accumulations than this are rarer than loops without an optimizer.
-FORWARDS_WITHOUT_OPTIMIZER = 256
 
 
 class Listener(Protocol):
@@ -45,6 +46,8 @@ class Listener(Protocol):
 
     def watch_root(self, told: Callable[[], None], in_graph: bool) -> RemovableHandle | None: ...
 
+    def is_logging(self) -> bool: ...
+
     def hooks_are_compiled(self) -> bool: ...
 
     def admits(self, model: nn.Module) -> bool: ...
@@ -52,130 +55,50 @@ class Listener(Protocol):
     def gradients_seen(self) -> bool: ...
 
 
-class Round:
-    """Which optimizer's step ends a training step, when one model has several optimizers.
-
-    A step is over when every optimizer that took part in the last one has stepped again. One first seen
-    right after that belongs to the step just ended, and is waited for from then on; one that comes round
-    a second time shows that the others are not coming; one that takes over another's parameters replaces it.
-    """
-
-    def __init__(self) -> None:
-        self._members: dict[int, frozenset[int]] = {}
-        self._stepped: set[int] = set()
-        self._kept: set[int] = set()
-
-    def meets(self, key: int, parameters: frozenset[int]) -> None:
-        """Tells of an optimizer about to step, and of the parameters it steps."""
-        self._leave_out(lambda other, theirs: other != key and bool(theirs & parameters))
-
-    def knows(self, key: int) -> bool:
-        return key in self._members
-
-    def forget_those_without(self, parameters: frozenset[int]) -> None:
-        """Of the model's parameters as they are now, some optimizers may step none any more."""
-        self._leave_out(lambda _, theirs: not theirs & parameters)
-
-    def _leave_out(self, gone: Callable[[int, frozenset[int]], bool]) -> None:
-        for other, theirs in list(self._members.items()):
-            if gone(other, theirs):
-                del self._members[other]
-                self._stepped.discard(other)
-
-    def is_late(self, key: int) -> bool:
-        """Whether this optimizer belongs to the step that has just ended."""
-        return bool(self._members) and not self._stepped and key not in self._members
-
-    def comes_again(self, key: int) -> bool:
-        """Whether the open step ended before this optimizer's step began."""
-        if key not in self._stepped:
-            return False
-        self._members = {member: self._members[member] for member in self._stepped}
-        self._stepped = set()
-        return True
-
-    def steps(self, key: int, parameters: frozenset[int]) -> None:
-        """Tells of a step that cannot be the last of the training step."""
-        self._members[key] = parameters
-        self._stepped.add(key)
-
-    def starts_over(self) -> None:
-        self._stepped, self._kept = set(), set()
-
-    def is_kept(self, key: int) -> None:
-        """Tells of an optimizer that a scaler kept from stepping: it is not waited for."""
-        self._kept.add(key)
-
-    @property
-    def is_over(self) -> bool:
-        return self._stepped | self._kept >= self._members.keys()
-
-    @property
-    def has_stepped(self) -> bool:
-        return bool(self._stepped)
-
-    def ends(self, key: int, parameters: frozenset[int]) -> bool:
-        """Whether this optimizer's step has ended the training step."""
-        late = self.is_late(key)
-        self._members[key] = parameters
-        if late:
-            return False
-        self._stepped.add(key)
-        if self.is_over:
-            self.starts_over()
-            return True
-        return False
-
-
-class Inside:
-    """Steps that are part of another optimizer's step (SAM, Lookahead, `super().step()`): only the outermost counts."""
-
-    def __init__(self) -> None:
-        self._running: list[tuple[int, int]] = []
-
-    def enter(self, key: int) -> bool:
-        """Whether the step that begins is inside another one."""
-        frames = set()
-        frame: FrameType | None = sys._getframe(2)
-        callers = id(frame)
-        while self._running and frame is not None:
-            frames.add(id(frame))
-            frame = frame.f_back
-        # A step that raised has never left: it is no longer among the callers.
-        while self._running and self._running[-1][1] not in frames:
-            self._running.pop()
-        self._running.append((key, callers))
-        return len(self._running) > 1
-
-    def leave(self, key: int) -> bool:
-        """Whether the step that has ended was."""
-        if any(running == key for running, _ in self._running):
-            while self._running.pop()[0] != key:
-                pass
-        return bool(self._running)
-
-
 class Clock:
-    """Counts the steps of one model. `mode` is what ends them; "auto" until that is known."""
+    """Counts the steps of one model. `mode` is what ends them; "auto" until that is known.
+
+    Several threads may train one model at the same time, so what the hooks do is done by one thread after another.
+    """
 
     def __init__(self, mode: str, model: nn.Module, listener: Listener, report: Report) -> None:
         self.mode = mode
         self.count = 0
         self.optimizer_steps = 0
         """How often any optimizer of the model has stepped."""
+        self.lock = threading.RLock()
         self._model = weakref.ref(model)
         self._listener = listener
         self._report = report
         self._auto = mode == "auto"
         self._round = Round()
-        self._inside = Inside()
+        self._seldom = SeldomSteps()
+        # Numbers stand for optimizers, and are not given out again as addresses are.
+        self._keys: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._next_key = itertools.count()
+        # What each optimizer steps of the model, and how many parameters it had when that was looked up.
         self._owned: weakref.WeakKeyDictionary[Optimizer, tuple[int, frozenset[int]]] = weakref.WeakKeyDictionary()
+        # What each one that has stepped the model owned last, and those that own nothing of it any more.
+        self._stepping: weakref.WeakKeyDictionary[Optimizer, frozenset[int]] = weakref.WeakKeyDictionary()
+        self._orphans: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._turns = Turns(report)
+        self._by_turns = False
+        """Whether a forward ends a step only after a backward."""
         self._forwards = 0
-        self._versions = -1
         self._ends_with = NO_BACKWARD
         """The backward pass at whose end the step ends."""
-        self._root: RemovableHandle | None = None
+        self._root: list[RemovableHandle] = []
         self._handles: list[RemovableHandle] = []
+
+    def alone(self, function: Callable[..., None]) -> Callable[..., None]:
+        """The same function, for one thread at a time."""
+
+        @functools.wraps(function)
+        def locked(*args: Any) -> None:
+            with self.lock:
+                function(*args)
+
+        return locked
 
     def start(self) -> None:
         self._handles = [
@@ -185,10 +108,16 @@ class Clock:
         self.watch_forwards()
 
     def watch_forwards(self) -> None:
-        """Puts the one hook on the model that counting its forwards needs, if they are counted."""
-        if self.mode in ("auto", "forward") and self._root is None:
+        """Puts the hooks on the model that counting its forwards needs, if they are counted."""
+        model = self._model()
+        if self._root or model is None:
+            return
+        if self._auto and self.mode != "optimizer":
             # Mostly there is an optimizer; a compiled graph is not to change when it comes.
-            self._root = self._listener.watch_root(self._forward_begins, in_graph=self.mode == "forward")
+            self._root = self._turns.follow(model, self._forward_begins)
+        elif self.mode == "forward":
+            handle = self._listener.watch_root(self._forward_begins, in_graph=True)
+            self._root = [] if handle is None else [handle]
 
     def stop(self) -> None:
         for handle in self._handles:
@@ -218,47 +147,77 @@ class Clock:
 
     def kept(self, optimizer: Optimizer) -> bool:
         """A scaler kept it from stepping. Whether the iteration has thereby ended without any step."""
-        self._round.is_kept(id(optimizer))
-        if not self._round.is_over:
-            return False
-        stepped = self._round.has_stepped
-        self._round.starts_over()
-        if stepped:
-            self.tick()
-        return not stepped
+        with self.lock:
+            self._optimizer_found()
+            if self.mode != "optimizer":  # then something else ends the step, and it did happen
+                return False
+            self._round.is_kept(self._key(optimizer))
+            if not self._round.is_over:
+                return False
+            stepped = self._round.has_stepped
+            self._round.starts_over()
+            if stepped:
+                self.tick()
+            return not stepped
+
+    def logged_step_ended(self) -> None:
+        """Tells of optimizers whose steps are never among the logged ones."""
+        for optimizer in self._seldom.logged_step_ended():
+            self._report.tell(
+                f"{type(optimizer).__name__} steps less often than another optimizer of this model, and never in a "
+                "step that is logged: its gradients and updates are not in the log. Choose an `every` that shares no "
+                "divisor with how often it steps, an odd one if it steps every second time",
+                once=f"never logged: {self._key(optimizer)}",
+            )
 
     @never_compiled
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        with self._report.guarded("before the optimizer's step"):
+        with self._report.guarded("before the optimizer's step"), self.lock:
             parameters = self._owned_by(optimizer)
-            if not parameters or self._inside.enter(id(optimizer)):
+            if not parameters or self._is_nested():
                 return
+            key = self._key(optimizer)
+            self._stepping[optimizer] = parameters
             self._optimizer_found()
             if self.mode == "optimizer":
-                if not self._round.knows(id(optimizer)):
-                    self._round.forget_those_without(self._listener.parameters_now())
-                self._round.meets(id(optimizer), parameters)
-                if self._round.comes_again(id(optimizer)):
+                if not self._round.knows(key):
+                    self._round.keep(set(self._keys.values()))
+                    self._round.forget_those_without(self._listener.parameters_now() | parameters)
+                self._round.meets(key, parameters)
+                if self._round.comes_again(key):
                     self.tick()
-            if self.mode != "optimizer" or in_backward() or not self._round.is_late(id(optimizer)):
+            is_late = self.mode == "optimizer" and self._round.is_late(key) and not self._round.is_seldom(key)
+            if in_backward() or not is_late:
                 self._listener.before_optimizer(optimizer, has_closure(args, kwargs))
         self._listener.raise_if_asked()
 
     @never_compiled
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        with self._report.guarded("after the optimizer's step"):
+        with self._report.guarded("after the optimizer's step"), self.lock:
             parameters = self._owned_by(optimizer)
-            if not parameters or self._inside.leave(id(optimizer)):
+            if not parameters or self._is_nested():
                 return
             self.optimizer_steps += 1
             self._listener.after_optimizer(optimizer, has_closure(args, kwargs))
             if self.mode != "optimizer":
                 return
+            key = self._key(optimizer)
+            if self._round.is_seldom(key):
+                self._seldom.stepped(optimizer, self._listener.is_logging())
             if in_backward():
-                self._end_with_backward(id(optimizer), parameters)
-            elif self._round.ends(id(optimizer), parameters):
+                self._end_with_backward(key, parameters)
+            elif self._round.ends(key, parameters):
                 self.tick()
         self._listener.raise_if_asked()
+
+    def _key(self, optimizer: Optimizer) -> int:
+        if optimizer not in self._keys:
+            self._keys[optimizer] = next(self._next_key)
+        return self._keys[optimizer]
+
+    def _is_nested(self) -> bool:
+        """Whether the step is part of another one's (SAM, Lookahead, `super().step()`): only the outermost counts."""
+        return any(self._owned_by(outer) for outer in steps_around())
 
     def _end_with_backward(self, key: int, parameters: frozenset[int]) -> None:
         """Optimizers that step inside backward, one a parameter: the step ends when backward does.
@@ -274,7 +233,7 @@ class Clock:
 
     @runs_as_python
     def _backward_ended(self) -> None:
-        with self._report.guarded("after backward"):
+        with self._report.guarded("after backward"), self.lock:
             self._round.starts_over()
             self.tick()
 
@@ -282,9 +241,24 @@ class Clock:
         size = sum(len(group["params"]) for group in optimizer.param_groups)
         known, owned = self._owned.get(optimizer, (-1, frozenset()))
         if known != size:  # groups may be added at any time
-            owned = self._listener.owned(optimizer)
+            owned = self._listener.owned(optimizer) or self._lost_by(optimizer)
             self._owned[optimizer] = size, owned
         return owned
+
+    def _lost_by(self, optimizer: Optimizer) -> frozenset[int]:
+        """What an optimizer stepped that now owns nothing of the model: it counts until another one comes."""
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        lost = self._stepping.get(optimizer, frozenset()) & held
+        if not lost or self._model() is None:
+            return frozenset()
+        self._orphans.add(optimizer)
+        self._report.tell(
+            f"the parameters that {type(optimizer).__name__} steps are no longer the model's: they were replaced after "
+            "the optimizer was made, as load_state_dict(assign=True) does, and its steps no longer change the "
+            "model. Make the optimizer after that. Steps are still counted by it",
+            once=f"orphan: {self._key(optimizer)}",
+        )
+        return lost if all(other in self._orphans for other in self._stepping) else frozenset()
 
     def _optimizer_found(self) -> None:
         if self._auto and self.mode != "optimizer":
@@ -297,36 +271,56 @@ class Clock:
 
     @runs_as_python
     def _forward_begins(self) -> None:
-        with self._report.guarded("before the model's forward"):
+        with self._report.guarded("before the model's forward"), self.lock:
             model = self._model()
             if self.mode not in ("auto", "forward") or model is None or in_backward():
                 return
             if not self._listener.admits(model):
                 return
-            if self.mode == "auto" and self._forwards and self._no_optimizer_is_coming(model):
-                self.mode = "forward"
-            if self.mode == "forward" and self._forwards:
+            if self._auto:
+                self._look_for_turn(model)
+            if self.mode == "forward" and self._forwards and (self._turns.backward_ran or not self._by_turns):
                 self.tick()
+                self._turns.step_ended()
             self._forwards += 1
-            self._versions = _versions(model)
 
-    def _no_optimizer_is_coming(self, model: nn.Module) -> bool:
-        # After a backward, so that loading a checkpoint between two forwards is not taken for a training step.
-        changed = self._listener.gradients_seen() and -1 != self._versions != _versions(model)
-        if changed or self._forwards >= FORWARDS_WITHOUT_OPTIMIZER:
-            why = "weights change without one" if changed else f"none stepped in {self._forwards} forwards"
+    def _look_for_turn(self, model: nn.Module) -> None:
+        why = self._turns.forward_begins(model, self._listener.gradients_seen())
+        if why is not None and self.mode == "auto":
+            self.mode, self._by_turns = "forward", self._turns.saw_backward
+            ends = "a forward that follows a backward begins the next step" if self._by_turns else "each forward is one"
             self._report.tell(
-                f"no torch optimizer steps this model ({why}): each forward counts as a step; updates cannot be seen. "
+                f"no torch optimizer steps this model ({why}): {ends}; updates cannot be seen. "
                 'Call step() yourself, or say step="forward" to count forwards from the start'
             )
-            return True
-        return False
 
     def leave_forwards(self) -> None:
-        """Takes that hook off."""
-        if self._root is not None:
-            self._root.remove()
-            self._root = None
+        """Takes those hooks off."""
+        for handle in self._root:
+            handle.remove()
+        self._root = []
+
+
+def _step_code() -> CodeType | None:
+    """The code that torch puts around every optimizer's step: its frames are the steps that are running."""
+    around = getattr(Optimizer, "profile_hook_step", None)
+    return getattr(around(has_closure), "__code__", None) if around is not None else None
+
+
+def steps_around() -> list[Optimizer]:
+    """The optimizers inside whose steps the running one was called.
+
+    They are read off the stack each time: a step that raises never says that it has ended, and a frame's address is
+    soon that of another one.
+    """
+    running: list[FrameType] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _STEP_CODE:
+            running.append(frame)
+        frame = frame.f_back
+    found = [around.f_locals.get("self") for around in running[1:]]  # the first is the running one
+    return [optimizer for optimizer in found if isinstance(optimizer, Optimizer)]
 
 
 def has_closure(args: Any, kwargs: Any) -> bool:
@@ -334,8 +328,4 @@ def has_closure(args: Any, kwargs: Any) -> bool:
     return any(value is not None for value in (*args[1:], kwargs.get("closure")))
 
 
-def _versions(model: nn.Module) -> int:
-    """Changes whenever a parameter is written in place; -1 while some have yet to be made."""
-    if any(isinstance(parameter, UninitializedParameter) for parameter in model.parameters()):
-        return -1
-    return sum(parameter._version for parameter in model.parameters())
+_STEP_CODE = _step_code()

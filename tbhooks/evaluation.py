@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -19,6 +20,33 @@ from tbhooks.probe import Probe
 from tbhooks.report import Report
 
 KINDS = ("activation", "input", "functional")
+
+
+class Aside(Protocol):
+    """What listens beside the statistics, with a hook on the whole model; not while the watch is paused."""
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+class Asides:
+    """All of them that a watch has."""
+
+    def __init__(self) -> None:
+        self._all: list[Aside] = []
+
+    def add(self, aside: Aside) -> None:
+        if aside not in self._all:
+            self._all.append(aside)
+
+    def start(self) -> None:
+        for aside in self._all:
+            aside.start()
+
+    def stop(self) -> None:
+        for aside in self._all:
+            aside.stop()
 
 
 class Evaluation:

@@ -9,7 +9,6 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -20,7 +19,7 @@ from tbhooks.autograd import labelled, unrecorded
 from tbhooks.averages import Averages
 from tbhooks.buffer import Recorder
 from tbhooks.clock import Clock
-from tbhooks.evaluation import Evaluation
+from tbhooks.evaluation import Aside, Asides, Evaluation
 from tbhooks.parameters import ParameterReader
 from tbhooks.pending import Pending
 from tbhooks.probe import Probe
@@ -29,20 +28,14 @@ from tbhooks.progress import Progress
 from tbhooks.ranks import Place
 from tbhooks.replay import Replay
 from tbhooks.report import Report
+from tbhooks.rounds import GroupNumbers
 from tbhooks.scalars import Scalars
 from tbhooks.scaling import ScalerReader
 from tbhooks.schedule import Schedule
 from tbhooks.seen import BLIND
 from tbhooks.select import Selector, unwrap
+from tbhooks.step import Step
 from tbhooks.tripwire import Tripwire
-
-
-class Aside(Protocol):
-    """What listens beside the statistics, with a hook on the whole model; not while the watch is paused."""
-
-    def start(self) -> None: ...
-
-    def stop(self) -> None: ...
 
 
 class Loop:
@@ -54,11 +47,12 @@ class Loop:
     ) -> None:  # fmt: skip
         self.recorder = Recorder(kinds)
         self.probe = Probe(model, selector, self.recorder, report)
-        self.parameters = ParameterReader(model, selector, self.recorder, report)
+        self._groups = GroupNumbers()
+        self.parameters = ParameterReader(model, selector, self.recorder, self._groups, report)
         self.clock = Clock(mode, unwrap(model), self, report)
         self.scaler = ScalerReader(self.probe, self.clock, self.recorder, report)
-        self.probe.backward_begins = self.parameters.backward_begins
-        self.probe.backward_ended = self.parameters.backward_ended
+        self.probe.backward_begins = self.clock.alone(self.parameters.backward_begins)
+        self.probe.backward_ended = self.clock.alone(self.parameters.backward_ended)
         self.scaler.unscaled = self.parameters.unscaled
         self.scaler.step_skipped = self._step_skipped
         self.tripwire = Tripwire()
@@ -68,7 +62,7 @@ class Loop:
         self._kinds = kinds
         self._evaluation: Evaluation | None = None
         self._replay: Replay | None = None
-        self._asides: list[Aside] = []
+        self._asides = Asides()
         self.profiles: list[Profile] = []
         self._last_label = 0
         self._model = weakref.ref(unwrap(model))
@@ -79,7 +73,7 @@ class Loop:
         self._report = report
         self._thread = threading.get_ident()
         self._pauses = 0
-        self._scalars = Scalars(self.recorder, self.probe, place, submit)
+        self._scalars = Scalars(self.recorder, self.probe, self._model, place, submit)
 
     def start(self) -> None:
         scaling.listen(self.scaler)
@@ -88,7 +82,7 @@ class Loop:
 
     def stop(self) -> None:
         """Ends everything and hands over what there is, a step cut short too."""
-        with self._report.guarded("closing"):
+        with self._report.guarded("closing"), self.clock.lock:
             self._step_is_over()
             # Other ranks have none that is cut short; where forwards count, it is whole.
             awaited = self._team is not None and self.clock.mode != "forward"
@@ -97,7 +91,8 @@ class Loop:
                     self.parameters.rest()
                 with unrecorded():
                     self.probe.onlookers.end(self.recorder)
-                self._pack(self.clock.count)
+                self._scalars.last = Step(self.clock.count, is_logged=True)
+                self._pack(self._scalars.last)
                 if self.clock.mode == "forward":
                     self._last_label = self.clock.count
             self.abandon()
@@ -112,7 +107,8 @@ class Loop:
 
     def forget_everyone(self) -> None:
         """Nobody calls any more: no optimizer, no scaler, no forward."""
-        self._stop_asides()
+        self._asides.stop()
+        self._scalars.next_forward.stop()
         scaling.ignore(self.scaler)
         self.clock.stop()
         self.parameters.release()
@@ -123,11 +119,9 @@ class Loop:
         self.parameters.forget()
 
     def settle(self, for_good: bool = False) -> None:
-        """Hands over everything that has ended, for a reader who waits, or because no more comes. Only the training
-        thread can.
-        """
+        """Hands over everything that has ended, for a reader who waits, or for good. Only the training thread can."""
         if threading.get_ident() == self._thread:
-            with self._report.guarded("handing over a step"):
+            with self._report.guarded("handing over a step"), self.clock.lock:
                 self._step_is_over()
                 if self.probe.seen is None and self._team is None:
                     self._hand_over_held()
@@ -137,10 +131,13 @@ class Loop:
 
     def pause(self) -> None:
         """Takes every hook off the model but those in compiled code, which then do nothing; pauses may be nested."""
+        with self._report.guarded("pausing"), self.clock.lock:
+            self._step_is_over()  # the next one may begin in the pause, unseen
         self._pauses += 1
         self.probe.detach()
         self.clock.leave_forwards()
-        self._stop_asides()
+        self._asides.stop()
+        self._scalars.next_forward.stop()
         for profile in self.profiles:
             profile.leave_model()
 
@@ -148,7 +145,8 @@ class Loop:
         self._pauses -= 1
         if not self._pauses:
             self.clock.watch_forwards()
-            self._start_asides()
+            self._asides.start()
+            self._scalars.watch_next_forward(self._pauses > 0)
             if self.probe.seen is not None:
                 self.probe.attach()
             elif self.probe.gate.was_compiled:
@@ -186,29 +184,21 @@ class Loop:
     def log_progress(self, parts: frozenset[str]) -> None:
         """From now on written steps tell of the optimizers, of speed and of memory."""
         if self._scalars.progress is None:
-            self._scalars.progress = Progress(self._model, self._report)
+            self._scalars.progress = Progress(self._model, self._groups, self._report)
         self._scalars.progress.parts |= parts
         self._listen(self._scalars.progress)
 
     def _training_goes_on(self) -> None:
         """A training forward begins: the step that has ended gets nothing more, nor does an evaluation."""
-        self._step_is_over()
-        self._finish_evaluation()
-        self._scalars.ended = None
+        with self.clock.lock:
+            self._step_is_over()
+            self._finish_evaluation()
+            self._scalars.no_more()
 
     def _listen(self, aside: Aside) -> None:
-        if aside not in self._asides:
-            self._asides.append(aside)
+        self._asides.add(aside)
         if not self._pauses:
             aside.start()
-
-    def _start_asides(self) -> None:
-        for aside in self._asides:
-            aside.start()
-
-    def _stop_asides(self) -> None:
-        for aside in self._asides:
-            aside.stop()
 
     def _finish_evaluation(self) -> None:
         if self._evaluation is not None:
@@ -218,15 +208,16 @@ class Loop:
 
     def log(self, values: dict[str, Tensor | float]) -> None:
         """Numbers of the user, each to the step it belongs to: the open one, or the one that has just ended."""
-        with self._report.guarded("log"), labelled("log"):
+        with self._report.guarded("log"), self.clock.lock, labelled("log"):
             for tag, value in values.items():
                 self._scalars.log(tag, value)
             if self._scalars.has_all:
-                self._pack_waiting()
+                self._pack_closed()
+            self._scalars.watch_next_forward(self._pauses > 0)
 
     def step(self, label: int | None) -> None:
         """The user ends the step; one that the clock has just ended gets its label."""
-        with self._report.guarded("step"):
+        with self._report.guarded("step"), self.clock.lock:
             ended = self._scalars.still_open if self.clock.mode != "manual" else None
             self.clock.manual()
             if ended is None:
@@ -234,7 +225,7 @@ class Loop:
                 self.clock.count += 1
             elif label is not None:
                 self._last_label = label
-                self._scalars.relabel(ended, label)
+                ended.relabel(label)
 
     # What the clock calls.
 
@@ -247,6 +238,9 @@ class Loop:
     def admits(self, model: nn.Module) -> bool:
         return self.probe.admits(model)
 
+    def is_logging(self) -> bool:
+        return self.probe.seen is not None and not self._pauses
+
     def gradients_seen(self) -> bool:
         return self.probe.gradients_seen
 
@@ -258,7 +252,7 @@ class Loop:
 
     def before_optimizer(self, optimizer: Optimizer, has_closure: bool) -> None:
         self._step_is_over()
-        self._scalars.ended = None
+        self._scalars.no_more()
         self.scaler.before_optimizer(optimizer)
         self.tripwire.look(optimizer, self.clock.count)
         if self._replay is not None:
@@ -277,13 +271,14 @@ class Loop:
 
     def _step_skipped(self, optimizer: Optimizer) -> None:
         """A scaler kept it from stepping. If nobody stepped, what was read is not of the step that will be."""
-        if self.clock.mode in ("manual", "forward"):  # then something else ends the step, and it did happen
-            if self.probe.seen is not None:
-                self.scaler.log()
-        elif self.clock.kept(optimizer):
-            self._scalars.was_skipped, self._scalars.ended = True, None
+        if self.clock.kept(optimizer):
+            self._step_is_over()
+            self._scalars.no_more()
+            self._scalars.was_skipped = True
             self.probe.start_over()
             self.parameters.forget()
+        elif self.clock.mode in ("manual", "forward") and self.probe.seen is not None:
+            self.scaler.log()
 
     def raise_if_asked(self) -> None:
         if self.raises is not None:
@@ -306,19 +301,21 @@ class Loop:
             self._finish_evaluation()
         self._step_is_over()
         self._last_label = label
+        self._groups.step_ended()
         if self._replay is not None:
             self._replay.forget()
         next_is_logged = self._logs(self.clock.count + 1)
         ended = self._scalars.step_ends(label, self.clock.count)
         if next_is_logged:
-            self.probe.next_forward = self._step_is_over
-        if ended.logged:
+            self.probe.next_forward = self.clock.alone(self._step_is_over)
+        if ended.is_logged:
             self._warn_if_blind(label)
             self._end_reading(keep_hooks=next_is_logged and not self._pauses)
-            if self._scalars.awaits_more(ended) and self.clock.mode != "forward":
-                self._scalars.waiting = True
+            self.clock.logged_step_ended()
+            self._scalars.watch_next_forward(self._pauses > 0)
+            if self._scalars.awaits_more(ended) and self.clock.mode != "forward" and not self._pauses:
                 return
-            self._pack(label)
+            self._pack(ended)
             if self._others_wait:
                 self._scalars.hand_over()
         if next_is_logged:
@@ -334,26 +331,31 @@ class Loop:
 
     def _step_is_over(self) -> None:
         """Something of the next step is seen: nothing more can belong to the one that has ended."""
-        if self._scalars.waiting:
-            self._pack_waiting()
+        self._pack_closed()
         self._scalars.write_averages(self._last_label)
         self._scalars.hand_over()
 
-    def _pack_waiting(self) -> None:
-        if self._scalars.ended is not None:
-            self._pack(self._scalars.ended.label)
-        self._begin_if_due()
+    def _pack_closed(self) -> None:
+        """Copies the step that has ended, if it was still waited for, and begins the next one, if that is logged."""
+        last = self._scalars.last
+        if last is not None and last.is_closed:
+            try:
+                self._pack(last)
+            finally:
+                self._begin_if_due()
 
-    def _pack(self, label: int) -> None:
-        self._scalars.waiting = False
+    def _pack(self, step: Step) -> None:
+        """Whatever goes wrong, the recorder is free for the next step afterwards."""
         if self._place.has_missed_the_others:
             self._report.tell("ranks are not merged: call init_process_group() before watch()")
-        if self._place.is_another:  # which has nothing to do
-            self.recorder.restart()
-            return
-        if self.recorder.has_something or self._team is not None:
-            self._scalars.packed = self._copied(label)
-            self.logged += 1
+        try:
+            if not self._place.is_another and (self.recorder.has_something or self._team is not None):
+                step.pack(self._copied(step.label))
+                self.logged += 1
+        finally:
+            if step.is_closed:  # there was nothing, or another rank writes, or the copy failed
+                self.recorder.restart()
+                step.abandon()
 
     def _copied(self, label: int) -> Pending:
         self._scalars.ride()

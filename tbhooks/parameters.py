@@ -23,6 +23,7 @@ from tbhooks.frame import RAW_GRADIENT_NORM, Site
 from tbhooks.kernel import NOWHERE
 from tbhooks.norms import total_norm
 from tbhooks.report import Report
+from tbhooks.rounds import GroupNumbers
 from tbhooks.rows import describe, has_no_data
 
 
@@ -47,10 +48,13 @@ class _Batch:
 class ParameterReader:
     """Reads the watched parameters of one model, once each in a logged step."""
 
-    def __init__(self, model: nn.Module, selector: select.Selector, recorder: Recorder, report: Report) -> None:
+    def __init__(
+        self, model: nn.Module, selector: select.Selector, recorder: Recorder, groups: GroupNumbers, report: Report
+    ) -> None:
         self._model = weakref.ref(select.unwrap(model))
         self._selector = selector
         self._recorder = recorder
+        self._groups = groups
         self._report = report
         self._before = Copies()
         self._sites: dict[tuple[str, str], int] = {}
@@ -63,7 +67,6 @@ class ParameterReader:
         self._read: set[int] = set()
         self._read_gradients: set[int] = set()
         self._before.forget()
-        self._groups_seen = 0
         self._marks: dict[int, _Mark] = {}
         # What a scaler has multiplied a parameter's gradient by, and not yet divided it by.
         self._scales: dict[int, Tensor] = {}
@@ -130,9 +133,7 @@ class ParameterReader:
                         self._read_gradient(key, batch, scale)
 
     def _log_learning_rates(self, optimizer: Optimizer) -> None:
-        for group in optimizer.param_groups:
-            name = group.get("name", self._groups_seen)
-            self._groups_seen += 1
+        for group, name in zip(optimizer.param_groups, self._groups.of(optimizer), strict=True):
             if isinstance(group.get("lr"), Tensor | float | int):
                 self._recorder.scalar(f"train.lr/{name}", group["lr"])
 

@@ -32,6 +32,7 @@ from tbhooks.peeked import Output, Peeked
 from tbhooks.probe import Probe
 from tbhooks.replay import run_eagerly
 from tbhooks.report import Report
+from tbhooks.rounds import GroupNumbers
 from tbhooks.rows import has_no_data
 from tbhooks.rules import RULES, Judge, Rule, dead_units, saturated, vanishing_gradient
 from tbhooks.select import Selector
@@ -126,7 +127,7 @@ def _chosen(model: nn.Module, keep: object) -> frozenset[str]:
 def _run(
     model: nn.Module, args: Any, kwargs: Any, loss: Loss, onlooker: _Onlooker, recorder: Recorder, report: Report
 ) -> list[str]:
-    reader = ParameterReader(model, onlooker.selector, recorder, report)
+    reader = ParameterReader(model, onlooker.selector, recorder, GroupNumbers(), report)
     recorder.begin(with_buckets=True)
     onlooker.begin(attach=True)
     notes = []

@@ -21,6 +21,7 @@ from tbhooks.compiled import runs_as_python
 from tbhooks.hooks import BatchHook, Sizes
 from tbhooks.placement import hook_root
 from tbhooks.report import Report
+from tbhooks.rounds import GroupNumbers
 
 OPTIMIZER, SPEED, MEMORY = PARTS = ("optimizer", "speed", "memory")
 
@@ -36,13 +37,13 @@ SETTINGS = {
 class Progress:
     """Counts what passes through a model between two written steps."""
 
-    def __init__(self, model: weakref.ref[nn.Module], report: Report) -> None:
+    def __init__(self, model: weakref.ref[nn.Module], groups: GroupNumbers, report: Report) -> None:
         self.parts: frozenset[str] = frozenset()
         self._model = model
         self._report = report
         self._root: RemovableHandle | None = None
         self._settings: dict[str, Tensor | float] = {}
-        self._groups = 0
+        self._groups = groups
         self._samples = self._tokens = 0
         # The step written last, and when it ended.
         self._since: tuple[int, float] | None = None
@@ -63,14 +64,13 @@ class Progress:
     def before_optimizer(self, optimizer: Optimizer) -> None:
         """Its settings, of a step that will be written."""
         if OPTIMIZER in self.parts:
-            for group in optimizer.param_groups:
-                self._settings.update(_settings(group, group.get("name", self._groups)))
-                self._groups += 1
+            for group, name in zip(optimizer.param_groups, self._groups.of(optimizer), strict=True):
+                self._settings.update(_settings(group, name))
 
     def numbers(self, step: int) -> dict[str, Tensor | float]:
         """What there is to tell of a step that has just ended, and of those since the one told of last."""
         numbers = self._settings
-        self._settings, self._groups = {}, 0
+        self._settings = {}
         if SPEED in self.parts:
             numbers |= self._speed(step, time.perf_counter())
         if MEMORY in self.parts:

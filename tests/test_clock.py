@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 import tbhooks
-from tbhooks.clock import FORWARDS_WITHOUT_OPTIMIZER, Round
+from tbhooks.clock import Round
 from tbhooks.schedule import Schedule
+from tbhooks.turns import FORWARDS_WITHOUT_OPTIMIZER
 from tests import zoo
 from tests.loops import forward, mlp, sgd, steps_of, train
 
@@ -518,3 +519,275 @@ def test_histograms_thin_themselves_out_on_long_runs() -> None:
     assert [n for n in range(9) if Schedule(1, 3).takes_histograms(n)] == [0, 3, 6]
     assert not any(Schedule(1, False).takes_histograms(n) for n in range(9))
     assert all(Schedule(1, 1).takes_histograms(n) for n in range(500))
+
+
+# --- Steps that raise, skip or are made by others -----------------------------------------------------------------
+
+
+class Raising(torch.optim.SGD):
+    """Raises in the middle of the steps it is told to."""
+
+    fails = False
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        if self.fails:
+            raise MemoryError("out of memory")
+        return result
+
+
+@pytest.mark.parametrize("where", ["step", "closure"])
+def test_a_step_that_raises_and_is_caught_does_not_stop_the_clock(where: str) -> None:
+    model = mlp()
+    optimizer = Raising(model.parameters(), lr=0.01)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = forward(model)
+        loss.backward()
+        if optimizer.fails and where == "closure":
+            raise MemoryError("out of memory")
+        return loss
+
+    def step() -> None:
+        optimizer.step(closure)
+
+    with tbhooks.watch(model, every=1) as watching:
+        for i in range(20):
+            optimizer.fails = i == 5
+            try:
+                step()
+            except MemoryError:
+                assert i == 5
+    assert watching.stats.steps == 19
+    assert steps_of(watching.history) == list(range(19))
+    assert watching.stats.errors == 0
+
+
+def test_steps_inside_a_step_are_part_of_it_after_one_that_raised_too() -> None:
+    model = mlp()
+    inner = sgd(model)
+
+    class Outer(torch.optim.SGD):
+        fails = False
+
+        def step(self, closure: Any = None) -> None:
+            inner.step()
+            if self.fails:
+                raise ValueError("not now")
+            inner.step()
+
+    outer = Outer(model.parameters(), lr=0.1)
+    with tbhooks.watch(model, every=1) as watching:
+        for i in range(6):
+            outer.fails = i in (1, 2)
+            forward(model).backward()
+            try:
+                outer.step()
+            except ValueError:
+                assert outer.fails
+    assert watching.stats.steps == 4
+
+
+@pytest.mark.parametrize("every", [2, 3])
+@pytest.mark.parametrize("skips", [(3,), (4,), (3, 4), (1, 2), (4, 5, 6)])
+def test_skipped_iterations_after_a_value_was_logged_late_lose_no_step_and_mislabel_none(
+    every: int, skips: tuple[int, ...]
+) -> None:
+    model = mlp()
+    optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu", init_scale=2.0)
+    counts, batches = {}, {}
+    with tbhooks.watch(model, every=every) as watching:
+        for i in range(12):
+            batches[watching.stats.steps] = 10 + i
+            scaler.scale(forward(model, batch=10 + i) * (float("inf") if i in skips else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            if i == 0:
+                watching.log({"late": 1.0})
+    counts = {frame.step: frame["0", "activation"].count for frame in watching.history}
+    steps = 12 - len(skips)
+    assert counts == {step: batches[step] * 8 for step in range(0, steps, every)}
+
+
+def test_a_value_of_an_unlogged_step_is_not_logged_to_the_step_before_it() -> None:
+    model = mlp()
+    optimizer = sgd(model)
+    with tbhooks.watch(model, every=2) as watching:
+        for i in range(6):
+            loss = forward(model)
+            watching.log({"loss": loss})
+            if i % 2:
+                watching.log({"odd": i})
+            loss.backward()
+            optimizer.step()
+    assert not any("train/odd" in frame.scalars for frame in watching.history)
+    assert not model._forward_pre_hooks
+
+
+def test_one_group_has_one_learning_rate_however_often_it_steps_in_a_manual_step() -> None:
+    model = mlp()
+    optimizer = sgd(model, lr=0.25)
+    with tbhooks.watch(model, every=1, step="manual") as watching:
+        watching.progress("optimizer")
+        for _ in range(3):
+            train(model, 4, optimizer)
+            watching.step()
+    for frame in watching.history:
+        assert {tag: v for tag, v in frame.scalars.items() if "lr" in tag} == {"train.lr/0": 0.25}
+
+
+def test_two_optimizers_keep_their_groups_numbers_whichever_steps() -> None:
+    model = mlp()
+    first, second = sgd(model[0], lr=0.5), sgd(model[2], lr=0.25)
+    with tbhooks.watch(model, every=1, step="manual") as watching:
+        for optimizers in ([first, second], [second], [first, second, second]):
+            forward(model).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            watching.step()
+    rates = [{tag: v for tag, v in frame.scalars.items() if "lr" in tag} for frame in watching.history]
+    both = {"train.lr/0": 0.5, "train.lr/1": 0.25}
+    assert rates == [both, {"train.lr/1": 0.25}, both]
+
+
+def test_parameters_replaced_under_a_kept_optimizer_are_told_and_steps_go_on() -> None:
+    model = mlp()
+    optimizer = sgd(model)
+    with tbhooks.watch(model, every=2) as watching:
+        train(model, 3, optimizer)
+        model.load_state_dict(mlp(seed=1).state_dict(), assign=True)
+        train(model, 6, optimizer)
+        assert sum("no longer the model's" in message for message in watching.stats.messages) == 1
+        assert watching.stats.steps == 9
+        train(model, 4)
+    assert watching.stats.steps == 13
+    assert steps_of(watching.history) == [0, 2, 4, 6, 8, 10, 12]
+    assert ("0.weight", "update") in watching.latest
+
+
+def test_several_threads_may_step_one_model() -> None:
+    model = nn.Linear(4, 1)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    with tbhooks.watch(model, every=2) as watching:
+
+        def run() -> None:
+            optimizer = sgd(model, lr=0.001)
+            for i in range(50):
+                forward(model).backward()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=False)
+                watching.log({"i": i})
+
+        threads = [threading.Thread(target=run) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert watching.stats.errors == 0, watching.stats.messages
+    assert watching.stats.steps == 200
+    assert steps_of(watching.history) == list(range(0, 200, 2))
+
+
+def train_td3(every: int, first: int, iterations: int = 24) -> tbhooks.Watch:
+    """The critic's optimizer steps in every iteration, the actor's in every second."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"critic": nn.Linear(3, 1), "actor": nn.Linear(3, 3)})
+    critic, actor = sgd(model["critic"]), sgd(model["actor"])
+    with tbhooks.watch(model, every=every) as watching:
+        for i in range(iterations):
+            states = torch.randn(4, 3)
+            model["critic"](states).square().mean().backward()
+            critic.step()
+            model.zero_grad()
+            if i % 2 == first:
+                model["critic"](model["actor"](states)).mean().backward()
+                actor.step()
+                model.zero_grad()
+    assert watching.stats.steps == iterations
+    return watching
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 4])
+@pytest.mark.parametrize("first", [0, 1])
+def test_an_optimizer_that_steps_every_second_time_is_logged_or_said_to_be_missing(every: int, first: int) -> None:
+    watching = train_td3(every, first)
+    frames = [frame for frame in watching.history if frame.step < watching.stats.steps]
+    shown = [("actor.weight", "update") in frame for frame in frames]
+    told = [message for message in watching.stats.messages if "never in a step that is logged" in message]
+    assert any(shown[2:]) != bool(told)
+    assert len(told) <= 1
+    assert all(frame["critic.weight", "update"].count == 3 for frame in frames)
+    assert all(
+        frame["actor.weight", "update"].count == 9 for frame, is_shown in zip(frames, shown, strict=True) if is_shown
+    )
+
+
+# --- Loops without an optimizer -----------------------------------------------------------------------------------
+
+UPDATES = {
+    "data": lambda p: p.data.add_(p.grad, alpha=-0.01),
+    "in place": lambda p: p.detach().sub_(0.01 * p.grad),
+    "new data": lambda p: setattr(p, "data", p.data - 0.01 * p.grad),
+}
+
+
+@pytest.mark.parametrize("update", UPDATES.values(), ids=UPDATES)
+@pytest.mark.parametrize("clears", ["before forward", "before backward", "in place"])
+def test_weights_updated_by_hand_step_where_a_forward_follows_a_backward(
+    update: Any, clears: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = mlp()
+    with caplog.at_level(logging.WARNING, "tbhooks"), tbhooks.watch(model, every=10) as watching:
+        for _ in range(32):
+            if clears == "before forward":
+                model.zero_grad()
+            loss = forward(model)
+            with torch.no_grad():
+                forward(model, batch=3)
+            if clears != "before forward":
+                model.zero_grad(set_to_none=clears == "before backward")
+            loss.backward()
+            for parameter in model.parameters():
+                update(parameter)
+    assert steps_of(watching.history) == [0, 10, 20, 30]
+    assert sum("no torch optimizer" in record.message for record in caplog.records) == 1
+    assert watching.stats.steps == 31
+    assert {frame["0", "gradient"].count for frame in watching.history} == {16 * 8}
+
+
+def test_gradients_cleared_without_an_optimizer_are_steps_even_where_weights_cannot_be_compared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tbhooks.turns.LARGEST_COMPARED", 0)  # as on a device
+    model = mlp()
+    with tbhooks.watch(model, every=10) as watching:
+        for _ in range(35):
+            model.zero_grad()
+            forward(model).backward()
+            for parameter in model.parameters():
+                parameter.data.add_(parameter.grad, alpha=-0.01)
+    assert steps_of(watching.history) == [0, 10, 20, 30]
+
+
+def test_accumulation_before_an_optimizers_first_step_is_no_loop_without_one() -> None:
+    model = mlp()
+    with tbhooks.watch(model, every=1) as watching:
+        train(model, 2, accumulate=20)
+    assert watching.stats.messages == ()
+    assert watching.stats.steps == 2
+
+
+def test_iterations_that_a_scaler_skips_at_the_start_are_no_loop_without_an_optimizer() -> None:
+    model = mlp()
+    optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu", init_scale=2.0)
+    with tbhooks.watch(model, every=1) as watching:
+        for i in range(8):
+            scaler.scale(forward(model) * (float("inf") if i < 6 else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    assert watching.stats.clock == "optimizer"
+    assert steps_of(watching.history) == [0, 1]
