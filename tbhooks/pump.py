@@ -16,9 +16,12 @@ from tbhooks.frame import Frame
 from tbhooks.report import Report
 from tbhooks.sinks import Sink
 
-# Full is a queue of more steps than this which also holds more memory than that: small models may log every step.
-QUEUE_STEPS = 8
+# A queue is full when it holds this many steps or this much memory. An empty one takes a step of any size.
+QUEUE_STEPS = 512
 QUEUE_BYTES = 64 << 20
+# A dropped step that other ranks wait for stays in the queue without its numbers, up to this many times QUEUE_STEPS.
+# Beyond that the ranks notice that they are not at the same step, and merging ends.
+MOST_EMPTY = 16
 DEADLINE_S = 30.0
 # Whatever a sink or rule raises must not end the thread; not even sys.exit(), which ends only threads anyway.
 OURS = (Exception, SystemExit)
@@ -49,6 +52,7 @@ class Pump:
         self._judge = judge
         self._report = report
         self._queue: deque[Step | Callable[[Sink], None]] = deque()
+        self._queued_bytes = 0
         self._changed = threading.Condition()
         self._busy = False
         self._writing = False
@@ -66,25 +70,34 @@ class Pump:
             self._sinks = (*self._sinks, sink)
 
     def submit(self, step: Step) -> None:
-        """Takes a step, or drops it; never waits."""
+        """Takes a step, or drops it; never waits, and costs the same however long the queue is."""
         with self._changed:
             if self._closed:
                 return
-            if len(self._queue) >= QUEUE_STEPS and self._queued_bytes() + step.nbytes > QUEUE_BYTES:
+            size = step.nbytes
+            if self._is_full(size):
                 left = step.without_numbers()
                 if left is not step:
                     self._report.drop("writing is slower than training; raise every=, or give fewer kinds")
-                if left is None:
+                if left is None or (left is not step and len(self._queue) >= MOST_EMPTY * max(QUEUE_STEPS, 1)):
                     return
-                step = left
+                step, size = left, left.nbytes
+            self._queued_bytes += size
             self._enqueue(step)
+
+    def _is_full(self, more: int) -> bool:
+        """Whether a step of so many bytes is one too many."""
+        if len(self._queue) >= QUEUE_STEPS:
+            return True
+        return bool(self._queue) and self._queued_bytes + more > QUEUE_BYTES
 
     def flush(self, timeout_s: float = DEADLINE_S) -> bool:
         """Waits until everything submitted is written; False if that takes longer than the time given."""
         with self._changed:
             if self._thread is None or self._closed:
                 return True
-            self._enqueue(_flush)
+            if not self._queue or self._queue[-1] is not _flush:
+                self._enqueue(_flush)
         return self.wait(timeout_s)
 
     def wait(self, timeout_s: float = DEADLINE_S) -> bool:
@@ -120,10 +133,8 @@ class Pump:
         """In a forked child, where the thread does not exist: do nothing, for ever."""
         self._changed = threading.Condition()
         self._queue.clear()
+        self._queued_bytes = 0
         self._closed, self._busy, self._thread = True, False, None
-
-    def _queued_bytes(self) -> int:
-        return sum(item.nbytes for item in self._queue if not callable(item))
 
     def _enqueue(self, item: Step | Callable[[Sink], None]) -> None:
         self._queue.append(item)
@@ -150,6 +161,7 @@ class Pump:
         with self._changed:
             self._changed.wait_for(lambda: bool(self._queue))
             item = self._queue.popleft()
+            self._queued_bytes -= 0 if callable(item) else item.nbytes
             self._busy, self._writing = True, not callable(item)
         started = time.perf_counter()
         if callable(item):

@@ -39,7 +39,8 @@ class Stats:
     errors: int
     """Exceptions of ours, caught; their texts are in `messages`."""
     dropped: int
-    """Logged steps not written: the queue was full, or every sink failed."""
+    """Logged steps not written: the queue was full (512 steps or 64 MB waited for a slow sink), or every sink failed.
+    It counts as it happens."""
     messages: tuple[str, ...]
     seconds_training: float
     """Time spent in the training thread."""
@@ -114,13 +115,15 @@ class Report:
 
     def error(self, where: str, problem: BaseException) -> None:
         """Counts an exception of ours and tells each kind of it once."""
-        self.errors += 1
+        with self._lock:  # training and the background thread count here
+            self.errors += 1
         kind = type(problem).__name__
         text = textwrap.shorten(str(problem), 300)  # torch can fill pages with one
         self.tell(f"{where}: {kind}: {text}", level=logging.ERROR, once=f"{where}: {kind}")
 
-    def drop(self, why: str) -> None:
-        self.dropped += 1
+    def drop(self, why: str, steps: int = 1) -> None:
+        with self._lock:
+            self.dropped += steps
         self.tell(f"a logged step was dropped: {why}", level=logging.WARNING)
 
     def tell(self, message: str, level: int = logging.WARNING, once: str | None = None) -> None:
