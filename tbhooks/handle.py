@@ -65,6 +65,7 @@ class Watch(Asking):
         self._kinds = kinds
         self._nonfinite: set[str] = set()
         self._closed = False
+        self._has_stopped = False
         # Nothing to do any more, or ever: another rank, a forked child, a model that is gone.
         self._idle = place.is_idle
         self._place = place
@@ -151,15 +152,23 @@ class Watch(Asking):
         """Writes what there is, takes every hook off, closes what the watch opened. Can be called again."""
         self._closed = True
         if self in process.open_watches:
-            self._loop.stop()
-            self._tell_the_end(failed=process.is_failing())
-            self._idle = True
+            self._begin_close()
             self._pump.close(timeout_s)
             if self._place.team is not None:
                 before_the_end.discard(id(self))
                 self._place.team.leave(is_idle=self._pump.is_done)
             process.open_watches.discard(self)  # last: whoever interrupts this closes it again
             process.tidy()
+
+    def _begin_close(self) -> None:
+        """The part of closing that waits for nothing; the pump then writes what there is."""
+        self._closed = True
+        if self in process.open_watches and not self._has_stopped:
+            self._loop.stop()
+            self._tell_the_end(failed=process.is_failing())
+            self._idle = True
+            self._pump.finish()
+            self._has_stopped = True  # last, as well
 
     @property
     def latest(self) -> Frame | None:
@@ -233,7 +242,8 @@ class Watch(Asking):
 
     def _start(self) -> None:
         process.prepare(is_of_a_job())
-        for gone in [watching for watching in open_watches() if watching._idle]:
+        # A sink that hangs keeps nobody from watching another model; its watch is closed at exit.
+        for gone in [watching for watching in open_watches() if watching._idle and watching._pump.is_done]:
             gone.close()
         self._prepare(self._sinks)
         process.open_watches.add(self)
