@@ -7,6 +7,7 @@ import logging
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -66,6 +67,7 @@ class Watch(Asking):
         self._nonfinite: set[str] = set()
         self._closed = False
         self._has_stopped = False
+        self._is_model_gone = False
         # Nothing to do any more, or ever: another rank, a forked child, a model that is gone.
         self._idle = place.is_idle
         self._place = place
@@ -154,6 +156,8 @@ class Watch(Asking):
         if self in process.open_watches:
             self._begin_close()
             self._pump.close(timeout_s)
+            if self._is_model_gone:
+                self._loop.stop()
             if self._place.team is not None:
                 before_the_end.discard(id(self))
                 self._place.team.leave(is_idle=self._pump.is_done)
@@ -163,6 +167,8 @@ class Watch(Asking):
     def _begin_close(self) -> None:
         """The part of closing that waits for nothing; the pump then writes what there is."""
         self._closed = True
+        if self._is_model_gone:  # then the pump is handing over what there is
+            return
         if self in process.open_watches and not self._has_stopped:
             self._loop.stop()
             self._tell_the_end(failed=process.is_failing())
@@ -308,8 +314,9 @@ class Watch(Asking):
         for finding in self._judge.findings[known:]:
             self._reactions.told(finding)
         found = [finding for finding in self._unwritten if finding.step <= frame.step] if frame.sites else []
+        for finding in found:  # one by one: the training thread may be adding another
+            self._unwritten.remove(finding)
         if found:
-            self._unwritten = [finding for finding in self._unwritten if finding.step > frame.step]
             frame = replace(frame, findings=(*found, *frame.findings))
             self._history.judged(frame)
         return frame
@@ -332,9 +339,8 @@ class Watch(Asking):
         return self._model() is unwrap(model)
 
     def _flush(self, timeout_s: float) -> None:
-        if self._idle:
-            return
-        self._loop.settle()
+        if not self._idle:
+            self._loop.settle()
         if not self._pump.flush(timeout_s):
             self._report.tell(f"flush() gave up after {timeout_s:g} s: a sink is slow, or another rank late")
 
@@ -343,10 +349,12 @@ class Watch(Asking):
             self._flush(DEADLINE_S)
 
     def _finish(self) -> None:
+        """The model is gone. What has ended is handed over by the pump's thread: this one may be any, and may have
+        been interrupted anywhere.
+        """
         self._tell_the_end(failed=False)
-        self._idle = True
-        self._loop.settle(for_good=True)
-        self._pump.finish()
+        self._idle = self._is_model_gone = True
+        self._pump.finish(partial(self._loop.settle, for_good=True))
 
     def abandon(self) -> None:
         """Lets go of everything without a word: in a forked child, which has no pump to write with."""

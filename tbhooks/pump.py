@@ -111,9 +111,10 @@ class Pump:
     def flush(self, timeout_s: float = DEADLINE_S) -> bool:
         """Waits until everything submitted is written; False if that takes longer than the time given."""
         with self._changed:
-            if self._thread is None or self._closed:
+            if self._thread is None:
                 return True
-            if not self._queue or self._queue[-1] is not _flush:
+            is_asked = bool(self._queue) and self._queue[-1] is _flush
+            if self._ended_at is None and not is_asked:  # closing makes everything durable as well
                 self._enqueue(_flush)
         return self.wait(timeout_s)
 
