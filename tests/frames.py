@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from numpy.typing import NDArray
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -72,6 +74,18 @@ class Step:
 
     def without_numbers(self) -> None:
         """Nobody waits for it."""
+
+
+@contextlib.contextmanager
+def full_disk(path: Path, room: int) -> Iterator[None]:
+    """No file of this process may grow beyond what this one has and so many bytes more; a write that would is cut."""
+    resource = pytest.importorskip("resource")
+    usual, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + room, most))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (usual, most))
 
 
 def make_model() -> nn.Sequential:

@@ -6,10 +6,7 @@ import html
 import json
 import logging
 import math
-import os
 import re
-import shutil
-import subprocess
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -692,20 +689,6 @@ def test_several_sinks_get_everything_and_one_that_fails_disturbs_none(
     assert len((tmp_path / "frames.jsonl").read_text().splitlines()) == 4
     assert (w.stats.errors, w.stats.dropped) == (4, 0)
     assert [record.message for record in caplog.records] == ["FailingSink: OSError: unplugged"]
-
-
-@pytest.fixture
-def tiny_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 256 kB, where mounting is allowed."""
-    place = tmp_path / "tiny"
-    place.mkdir()
-    mount = shutil.which("mount")
-    command = [mount or "mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(place)]
-    may = mount and os.geteuid() == 0
-    if not may or subprocess.run(command, check=False, capture_output=True, timeout=10).returncode:
-        pytest.skip("mounting a tiny file system is not allowed here")
-    yield place
-    subprocess.run(["umount", "--lazy", str(place)], check=True, timeout=10)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's own thread dies
