@@ -519,6 +519,26 @@ def test_ignored_sigterm_stays_ignored(script: Script) -> None:
     assert script.steps() == list(range(30))
 
 
+@pytest.mark.parametrize("writer", ["'run'", "SummaryWriter('run')", "__import__('tensorboardX').SummaryWriter('run')"])
+def test_sigkill_loses_no_step_that_the_background_thread_has_written(script: Script, writer: str) -> None:
+    if "tensorboardX" in writer:
+        pytest.importorskip("tensorboardX")
+    status, _, err = script.run(f"""
+from tensorboard.summary.writer.record_writer import RecordWriter
+stock = RecordWriter.write
+RecordWriter.write = lambda *given: (time.sleep(0.01), stock(*given))  # a busy machine
+model, optimizer = make()
+w = tbhooks.watch(model, {writer}, every=1)
+for _ in range(30):
+    train_step(model, optimizer)
+w._loop.settle()
+w._pump.wait()
+os.kill(os.getpid(), signal.SIGKILL)
+""")
+    assert (status, err) == (-signal.SIGKILL, "")
+    assert script.steps() == list(range(30))
+
+
 # --- Forks and workers --------------------------------------------------------------------------------
 
 
