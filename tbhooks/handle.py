@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
@@ -34,6 +35,8 @@ from tbhooks.sinks import Sink
 
 # How long a reader waits for what other ranks saw; one that trains must not be kept from it by one that reads.
 PATIENCE_S = 2.0
+# What close() keeps of its time to write this rank's own numbers, if another rank does not come.
+WRITING_S = 5.0
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -155,7 +158,10 @@ class Watch(Asking):
         self._closed = True
         if self in process.open_watches:
             self._begin_close()
-            self._pump.close(timeout_s)
+            deadline = time.monotonic() + timeout_s
+            if self._place.team is not None and not self._pump.wait(max(timeout_s / 2, timeout_s - WRITING_S)):
+                self._place.team.give_up()
+            self._pump.close(max(0.0, deadline - time.monotonic()))
             if self._is_model_gone:
                 self._loop.stop()
             if self._place.team is not None:
