@@ -140,6 +140,8 @@ class Clock:
         return bool(self._owned_by(optimizer))
 
     def tick(self) -> None:
+        if self._model() is None:  # another thread may be handing over what there was
+            return
         try:
             self._listener.step_ended()
         finally:
@@ -238,6 +240,8 @@ class Clock:
             self.tick()
 
     def _owned_by(self, optimizer: Optimizer) -> frozenset[int]:
+        if self._model() is None:
+            return frozenset()
         size = sum(len(group["params"]) for group in optimizer.param_groups)
         known, owned = self._owned.get(optimizer, (-1, frozenset()))
         if known != size:  # groups may be added at any time

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -33,6 +35,8 @@ from tbhooks.sinks import Sink
 
 # How long a reader waits for what other ranks saw; one that trains must not be kept from it by one that reads.
 PATIENCE_S = 2.0
+# What close() keeps of its time to write this rank's own numbers, if another rank does not come.
+WRITING_S = 5.0
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -65,6 +69,8 @@ class Watch(Asking):
         self._kinds = kinds
         self._nonfinite: set[str] = set()
         self._closed = False
+        self._has_stopped = False
+        self._is_model_gone = False
         # Nothing to do any more, or ever: another rank, a forked child, a model that is gone.
         self._idle = place.is_idle
         self._place = place
@@ -151,15 +157,30 @@ class Watch(Asking):
         """Writes what there is, takes every hook off, closes what the watch opened. Can be called again."""
         self._closed = True
         if self in process.open_watches:
-            self._loop.stop()
-            self._tell_the_end(failed=process.is_failing())
-            self._idle = True
-            self._pump.close(timeout_s)
+            self._begin_close()
+            deadline = time.monotonic() + timeout_s
+            if self._place.team is not None and not self._pump.wait(max(timeout_s / 2, timeout_s - WRITING_S)):
+                self._place.team.give_up()
+            self._pump.close(max(0.0, deadline - time.monotonic()))
+            if self._is_model_gone:
+                self._loop.stop()
             if self._place.team is not None:
                 before_the_end.discard(id(self))
                 self._place.team.leave(is_idle=self._pump.is_done)
             process.open_watches.discard(self)  # last: whoever interrupts this closes it again
             process.tidy()
+
+    def _begin_close(self) -> None:
+        """The part of closing that waits for nothing; the pump then writes what there is."""
+        self._closed = True
+        if self._is_model_gone:  # then the pump is handing over what there is
+            return
+        if self in process.open_watches and not self._has_stopped:
+            self._loop.stop()
+            self._tell_the_end(failed=process.is_failing())
+            self._idle = True
+            self._pump.finish()
+            self._has_stopped = True  # last, as well
 
     @property
     def latest(self) -> Frame | None:
@@ -233,7 +254,8 @@ class Watch(Asking):
 
     def _start(self) -> None:
         process.prepare(is_of_a_job())
-        for gone in [watching for watching in open_watches() if watching._idle]:
+        # A sink that hangs keeps nobody from watching another model; its watch is closed at exit.
+        for gone in [watching for watching in open_watches() if watching._idle and watching._pump.is_done]:
             gone.close()
         self._prepare(self._sinks)
         process.open_watches.add(self)
@@ -298,8 +320,9 @@ class Watch(Asking):
         for finding in self._judge.findings[known:]:
             self._reactions.told(finding)
         found = [finding for finding in self._unwritten if finding.step <= frame.step] if frame.sites else []
+        for finding in found:  # one by one: the training thread may be adding another
+            self._unwritten.remove(finding)
         if found:
-            self._unwritten = [finding for finding in self._unwritten if finding.step > frame.step]
             frame = replace(frame, findings=(*found, *frame.findings))
             self._history.judged(frame)
         return frame
@@ -322,9 +345,8 @@ class Watch(Asking):
         return self._model() is unwrap(model)
 
     def _flush(self, timeout_s: float) -> None:
-        if self._idle:
-            return
-        self._loop.settle()
+        if not self._idle:
+            self._loop.settle()
         if not self._pump.flush(timeout_s):
             self._report.tell(f"flush() gave up after {timeout_s:g} s: a sink is slow, or another rank late")
 
@@ -333,10 +355,12 @@ class Watch(Asking):
             self._flush(DEADLINE_S)
 
     def _finish(self) -> None:
+        """The model is gone. What has ended is handed over by the pump's thread: this one may be any, and may have
+        been interrupted anywhere.
+        """
         self._tell_the_end(failed=False)
-        self._idle = True
-        self._loop.settle(for_good=True)
-        self._pump.finish()
+        self._idle = self._is_model_gone = True
+        self._pump.finish(partial(self._loop.settle, for_good=True))
 
     def abandon(self) -> None:
         """Lets go of everything without a word: in a forked child, which has no pump to write with."""

@@ -119,15 +119,20 @@ class Loop:
         self.parameters.forget()
 
     def settle(self, for_good: bool = False) -> None:
-        """Hands over everything that has ended, for a reader who waits, or for good. Only the training thread can."""
-        if threading.get_ident() == self._thread:
-            with self._report.guarded("handing over a step"), self.clock.lock:
-                self._step_is_over()
-                if self.probe.seen is None and self._team is None:
-                    self._hand_over_held()
-                self._finish_evaluation()
-                if for_good and self._scalars.averages is not None:
-                    self._scalars.averages.write_rest(self._last_label)
+        """Hands over everything that has ended: for a reader who waits, which only the training thread can do, or
+        because the model is gone. Then it is done by any thread, and the clock is silent.
+        """
+        if for_good:
+            self._report.wait_for_others()
+        elif threading.get_ident() != self._thread:
+            return
+        with self._report.guarded("handing over a step"), self.clock.lock:
+            self._step_is_over()
+            if self.probe.seen is None and self._team is None:
+                self._hand_over_held()
+            self._finish_evaluation()
+            if for_good and self._scalars.averages is not None:
+                self._scalars.averages.write_rest(self._last_label)
 
     def pause(self) -> None:
         """Takes every hook off the model but those in compiled code, which then do nothing; pauses may be nested."""

@@ -25,6 +25,9 @@ Span = tuple[int, int, int]
 Scalars = dict[str, tuple[int, int, int] | float]
 """Numbers by tag: known already, or the buffer, record and column where they are."""
 
+# A tuple in a tuple in a list, with three numbers of its own.
+_CALL_BYTES = 200
+
 
 @dataclass(frozen=True)
 class Copy:
@@ -111,8 +114,8 @@ class Pending:
 
     @property
     def nbytes(self) -> int:
-        """What it holds of the host's memory until it is written."""
-        return sum(copy.host.nbytes for copy in self.copies.values())
+        """What it holds of the host's memory until it is written: the copied records, and about what its lists take."""
+        return sum(copy.host.nbytes for copy in self.copies.values()) + _CALL_BYTES * len(self.calls)
 
     def without_numbers(self) -> Pending | None:
         """What is left to do if its numbers are dropped."""

@@ -11,11 +11,16 @@ import os
 import signal
 import sys
 import threading
+import time
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 
 class Open(Protocol):
     """What has to be closed in time."""
+
+    def _begin_close(self) -> None:
+        """Hands over everything there is and waits for nothing."""
 
     def close(self, timeout_s: float = ...) -> None: ...
 
@@ -25,7 +30,8 @@ class Open(Protocol):
 open_watches: set[Open] = set()
 _prepared = threading.Event()
 _failed = threading.Event()
-# Whoever sends SIGTERM usually sends SIGKILL some ten seconds later.
+# For all watches together. Whoever sends SIGTERM usually sends SIGKILL some ten seconds later.
+EXIT_DEADLINE_S = 30.0
 SIGTERM_DEADLINE_S = 5.0
 
 
@@ -52,6 +58,16 @@ def tidy() -> None:
         _handle_sigterm(signal.SIG_DFL)
 
 
+def close_together(watches: Iterable[Open], timeout_s: float = EXIT_DEADLINE_S) -> None:
+    """Closes several within one deadline: all write at the same time, so that a hung one costs the others nothing."""
+    deadline = time.monotonic() + timeout_s
+    watches = list(watches)
+    for watching in watches:
+        watching._begin_close()
+    for watching in watches:
+        watching.close(max(0.0, deadline - time.monotonic()))
+
+
 def is_failing() -> bool:
     """Whether an exception is on its way right now, or one or a signal ends the process."""
     return sys.exc_info()[0] is not None or _failed.is_set()
@@ -65,8 +81,7 @@ def _handle_sigterm(handler: Any) -> None:
 def _close_all() -> None:
     if getattr(sys, "last_value", None) is not None:  # nobody caught it
         _failed.set()
-    for watching in list(open_watches):
-        watching.close()
+    close_together(open_watches, EXIT_DEADLINE_S)
 
 
 def _abandon_all() -> None:
@@ -79,7 +94,6 @@ def _abandon_all() -> None:
 def _on_sigterm(number: int, _frame: Any) -> None:
     """Writes what was handed over, then dies of the signal as the process would have without us."""
     _failed.set()
-    for watching in list(open_watches):
-        watching.close(SIGTERM_DEADLINE_S)
+    close_together(open_watches, SIGTERM_DEADLINE_S)
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)

@@ -10,15 +10,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Protocol, TypeGuard
 
 from tbhooks.frame import Frame
 from tbhooks.report import Report
 from tbhooks.sinks import Sink
 
-# Full is a queue of more steps than this which also holds more memory than that: small models may log every step.
-QUEUE_STEPS = 8
+# A queue is full when it holds this many steps or this much memory. An empty one takes a step of any size.
+QUEUE_STEPS = 512
 QUEUE_BYTES = 64 << 20
+# A dropped step that other ranks wait for stays in the queue without its numbers, up to this many times QUEUE_STEPS.
+# Beyond that the ranks notice that they are not at the same step, and merging ends.
+MOST_EMPTY = 16
 DEADLINE_S = 30.0
 # Whatever a sink or rule raises must not end the thread; not even sys.exit(), which ends only threads anyway.
 OURS = (Exception, SystemExit)
@@ -39,6 +43,20 @@ class Step(Protocol):
         """What is left to do if it is dropped: other ranks may wait for it. Itself, if it never is."""
 
 
+@dataclass(frozen=True)
+class _Last:
+    """What hands over the last steps, in the background thread."""
+
+    hand_over: Callable[[], None]
+
+
+Item = Step | Callable[[Sink], None] | _Last
+
+
+def _is_step(item: Item) -> TypeGuard[Step]:
+    return not callable(item) and not isinstance(item, _Last)
+
+
 class Pump:
     """Owns the sinks once started; everything they are asked is asked from one thread."""
 
@@ -48,11 +66,14 @@ class Pump:
         self._evaluation_sinks: tuple[Sink, ...] | None = None
         self._judge = judge
         self._report = report
-        self._queue: deque[Step | Callable[[Sink], None]] = deque()
+        self._queue: deque[Item] = deque()
+        self._queued_bytes = 0
         self._changed = threading.Condition()
         self._busy = False
         self._writing = False
         self._closed = False
+        self._ended_at: float | None = None
+        """When it was told that no more comes."""
         self._thread: threading.Thread | None = None
         self._threadless = False
 
@@ -66,25 +87,35 @@ class Pump:
             self._sinks = (*self._sinks, sink)
 
     def submit(self, step: Step) -> None:
-        """Takes a step, or drops it; never waits."""
+        """Takes a step, or drops it; never waits, and costs the same however long the queue is."""
         with self._changed:
             if self._closed:
                 return
-            if len(self._queue) >= QUEUE_STEPS and self._queued_bytes() + step.nbytes > QUEUE_BYTES:
+            size = step.nbytes
+            if self._is_full(size):
                 left = step.without_numbers()
                 if left is not step:
                     self._report.drop("writing is slower than training; raise every=, or give fewer kinds")
-                if left is None:
+                if left is None or (left is not step and len(self._queue) >= MOST_EMPTY * max(QUEUE_STEPS, 1)):
                     return
-                step = left
+                step, size = left, left.nbytes
+            self._queued_bytes += size
             self._enqueue(step)
+
+    def _is_full(self, more: int) -> bool:
+        """Whether a step of so many bytes is one too many."""
+        if len(self._queue) >= QUEUE_STEPS:
+            return True
+        return bool(self._queue) and self._queued_bytes + more > QUEUE_BYTES
 
     def flush(self, timeout_s: float = DEADLINE_S) -> bool:
         """Waits until everything submitted is written; False if that takes longer than the time given."""
         with self._changed:
-            if self._thread is None or self._closed:
+            if self._thread is None:
                 return True
-            self._enqueue(_flush)
+            is_asked = bool(self._queue) and self._queue[-1] is _flush
+            if self._ended_at is None and not is_asked:  # closing makes everything durable as well
+                self._enqueue(_flush)
         return self.wait(timeout_s)
 
     def wait(self, timeout_s: float = DEADLINE_S) -> bool:
@@ -99,9 +130,10 @@ class Pump:
         self.finish()
         if not self.wait(timeout_s):
             with self._changed:
-                left = sum(not callable(step) for step in self._queue) + self._writing
-            for _ in range(left):
-                self._report.drop(f"the sinks had not taken it {timeout_s:g} s after close()")
+                left = sum(map(_is_step, self._queue)) + self._writing
+                passed = time.monotonic() - (self._ended_at or time.monotonic())
+            if left:
+                self._report.drop(f"the sinks had not taken it {passed:.1f} s after close()", steps=left)
 
     @property
     def is_done(self) -> bool:
@@ -109,23 +141,26 @@ class Pump:
         with self._changed:
             return not self._queue and not self._busy
 
-    def finish(self) -> None:
-        """Closes without waiting: the thread writes what is left and ends."""
+    def finish(self, last: Callable[[], None] | None = None) -> None:
+        """Closes without waiting: the thread writes what is left and ends.
+
+        `last` is called in that thread after everything that was handed over so far; what it submits is written too.
+        """
         with self._changed:
-            if not self._closed:
-                self._enqueue(_close)
-                self._closed = True
+            if self._ended_at is None:
+                self._ended_at = time.monotonic()
+                self._enqueue(_close if last is None else _Last(last))
+                self._closed = last is None
 
     def abandon(self) -> None:
         """In a forked child, where the thread does not exist: do nothing, for ever."""
         self._changed = threading.Condition()
         self._queue.clear()
+        self._queued_bytes = 0
         self._closed, self._busy, self._thread = True, False, None
+        self._ended_at = time.monotonic()
 
-    def _queued_bytes(self) -> int:
-        return sum(item.nbytes for item in self._queue if not callable(item))
-
-    def _enqueue(self, item: Step | Callable[[Sink], None]) -> None:
+    def _enqueue(self, item: Item) -> None:
         self._queue.append(item)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="tbhooks-pump", daemon=True)
@@ -146,13 +181,16 @@ class Pump:
         while self._next() is not _close:
             pass
 
-    def _next(self) -> Step | Callable[[Sink], None]:
+    def _next(self) -> Item:
         with self._changed:
             self._changed.wait_for(lambda: bool(self._queue))
             item = self._queue.popleft()
-            self._busy, self._writing = True, not callable(item)
+            self._queued_bytes -= item.nbytes if _is_step(item) else 0
+            self._busy, self._writing = True, _is_step(item)
         started = time.perf_counter()
-        if callable(item):
+        if isinstance(item, _Last):
+            self._finish_with(item)
+        elif callable(item):
             self._ask((*self._sinks, *(self._evaluation_sinks or ())), item)
         else:
             self._write(item)
@@ -161,6 +199,16 @@ class Pump:
             self._busy = self._writing = False
             self._changed.notify_all()
         return item
+
+    def _finish_with(self, last: _Last) -> None:
+        try:
+            last.hand_over()
+        except OURS as problem:
+            self._report.error("handing over the last step", problem)
+        with self._changed:
+            if not self._closed:
+                self._enqueue(_close)
+                self._closed = True
 
     def _write(self, step: Step) -> None:
         try:

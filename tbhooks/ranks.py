@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import threading
 import time
 import zlib
 from collections.abc import Callable
@@ -181,6 +182,8 @@ class Team:
         self._writer = Writer(self.size)
         self._reader = Reader(with_buckets=self.rank == 0)  # only the first writes
         self._everyone = self.world * self.size <= MOST_FOR_EVERYONE
+        self._given_up = threading.Event()
+        self._under_way: Any = None
         self._mine = torch.zeros(self.size, dtype=torch.uint8)
         # Kept from step to step; where others read, there is nothing to keep.
         reads = self._everyone or self.rank == 0
@@ -217,15 +220,31 @@ class Team:
         self._mine.numpy()[:] = np.frombuffer(self._writer.write(table), np.uint8)
         self.collectives += 1
         if self._everyone:
-            distributed.all_gather(self._theirs, self._mine, group=self.group)
+            work = distributed.all_gather(self._theirs, self._mine, group=self.group, async_op=True)
         else:
-            distributed.gather(self._mine, self._theirs or None, dst=0, group=self.group)
+            work = distributed.gather(self._mine, self._theirs or None, dst=0, group=self.group, async_op=True)
+        self._wait_for(work)
         return [self._reader.read(theirs.numpy().tobytes()) for theirs in self._theirs] or None
+
+    def _wait_for(self, work: Any) -> None:
+        """Until all ranks have come, the job's own time limit is over, or nobody is to be waited for any longer."""
+        self._under_way, pause = work, 0.0005
+        while not work.is_completed():
+            if self._given_up.wait(pause):
+                raise TimeoutError("another rank had not come when the watch was closed")
+            pause = min(2 * pause, 0.02)
+        self._under_way = None
+        work.wait()
+
+    def give_up(self) -> None:
+        """Other ranks are waited for no longer: the first writes what it has seen itself."""
+        self._given_up.set()
 
     def leave(self, is_idle: bool) -> None:
         """Ends it, and lets go of the group, unless it is still being waited for."""
         self.is_over = True
         group = self.group
+        is_idle = is_idle and self._under_way is None  # a collective that nobody waits for would be waited for here
         if is_idle and group is not None:  # None would be all groups of the job
             self.group = None  # its threads and connections live as long as it is held
             with suppress(Exception):  # destroyed already, with all others

@@ -47,6 +47,7 @@ class Reactions:
 
     def raise_if_asked(self) -> None:
         """To be called where an exception reaches the user's loop."""
-        finding, self._to_raise = self._to_raise, None
-        if finding is not None:
+        finding = self._to_raise
+        if finding is not None:  # only then is it put back: the pump's thread may be setting it right now
+            self._to_raise = None
             raise FindingError(finding)

@@ -39,7 +39,8 @@ class Stats:
     errors: int
     """Exceptions of ours, caught; their texts are in `messages`."""
     dropped: int
-    """Logged steps not written: the queue was full, or every sink failed."""
+    """Logged steps not written: the queue was full (512 steps or 64 MB waited for a slow sink), or every sink failed.
+    It counts as it happens."""
     messages: tuple[str, ...]
     seconds_training: float
     """Time spent in the training thread."""
@@ -112,15 +113,23 @@ class Report:
             self._at_work = None
             self.seconds_training += time.perf_counter() - started
 
+    def wait_for_others(self, timeout_s: float = 5.0) -> None:
+        """Waits until no other thread is in the middle of our work."""
+        deadline = time.monotonic() + timeout_s
+        while self._at_work not in (None, threading.get_ident()) and time.monotonic() < deadline:
+            time.sleep(0.001)
+
     def error(self, where: str, problem: BaseException) -> None:
         """Counts an exception of ours and tells each kind of it once."""
-        self.errors += 1
+        with self._lock:  # training and the background thread count here
+            self.errors += 1
         kind = type(problem).__name__
         text = textwrap.shorten(str(problem), 300)  # torch can fill pages with one
         self.tell(f"{where}: {kind}: {text}", level=logging.ERROR, once=f"{where}: {kind}")
 
-    def drop(self, why: str) -> None:
-        self.dropped += 1
+    def drop(self, why: str, steps: int = 1) -> None:
+        with self._lock:
+            self.dropped += steps
         self.tell(f"a logged step was dropped: {why}", level=logging.WARNING)
 
     def tell(self, message: str, level: int = logging.WARNING, once: str | None = None) -> None:
@@ -134,9 +143,10 @@ class Report:
             logger.log(level, "%s", message)
 
     def cannot_see(self, name: str, why: str) -> None:
-        if name not in self.unseen:
-            self.unseen[name] = why
-            self._untold.setdefault(why, []).append(name)
+        with self._lock:
+            if name not in self.unseen:
+                self.unseen[name] = why
+                self._untold.setdefault(why, []).append(name)
 
     def sees(self, name: str) -> None:
         """A name that could not be seen before now can."""
@@ -144,7 +154,8 @@ class Report:
 
     def tell_unseen(self) -> None:
         """One line for each reason that is new since the last call."""
-        for why, names in self._untold.items():
+        with self._lock:  # another thread may be adding to it
+            untold, self._untold = self._untold, {}
+        for why, names in untold.items():
             shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
             self.tell(f"not seen: {shown}: {why}", level=logging.INFO)
-        self._untold.clear()

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from tbhooks import arguments, naming
+from tbhooks import arguments, naming, process
 from tbhooks import rules as judgement
 from tbhooks.agreement import describe
 from tbhooks.clock import MODES
@@ -97,9 +97,7 @@ def unwatch(model: nn.Module) -> None:
     """Closes every watch on this model."""
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"model is a torch.nn.Module, not {arguments.shown(model)}")
-    for watching in open_watches():
-        if watching._is_on(model):
-            watching.close()
+    process.close_together(watching for watching in open_watches() if watching._is_on(model))
 
 
 def make_sinks(writer: Any, scalars: Any, named: str) -> tuple[Sink, ...]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 
 # Some virtual machines announce AMX and die of it in the first bfloat16 matmul.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
@@ -54,6 +57,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         share = ONE_OF.get(item.path.stem, 1)
         if "[" in item.name and zlib.crc32(item.name.encode()) % share:
             item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 256 kB, where mounting is allowed."""
+    place = tmp_path / "tiny"
+    place.mkdir()
+    mount = shutil.which("mount")
+    command = [mount or "mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(place)]
+    may = mount and os.geteuid() == 0
+    if not may or subprocess.run(command, check=False, capture_output=True, timeout=10).returncode:
+        pytest.skip("mounting a tiny file system is not allowed here")
+    yield place
+    subprocess.run(["umount", "--lazy", str(place)], check=True, timeout=10)
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from numpy.typing import NDArray
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -59,12 +61,11 @@ def _row(array: NDArray[np.float64]) -> list[float]:
 
 
 class Step:
-    """A finished step as the pump takes it, so heavy that the queue is full when it has its least length."""
+    """A finished step as the pump takes it; it weighs nothing unless the test says so."""
 
-    nbytes = 1 << 40
-
-    def __init__(self, *frames: Frame, problem: Exception | None = None) -> None:
+    def __init__(self, *frames: Frame, problem: Exception | None = None, nbytes: int = 0) -> None:
         self._frames, self._problem = frames, problem
+        self.nbytes = nbytes
 
     def frames(self) -> Sequence[Frame]:
         if self._problem is not None:
@@ -73,6 +74,18 @@ class Step:
 
     def without_numbers(self) -> None:
         """Nobody waits for it."""
+
+
+@contextlib.contextmanager
+def full_disk(path: Path, room: int) -> Iterator[None]:
+    """No file of this process may grow beyond what this one has and so many bytes more; a write that would is cut."""
+    resource = pytest.importorskip("resource")
+    usual, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + room, most))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (usual, most))
 
 
 def make_model() -> nn.Sequential:

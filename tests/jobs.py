@@ -683,6 +683,28 @@ def terminated(rank: int) -> None:
     distributed.barrier()
 
 
+def hung_at_close(rank: int) -> Any:
+    """Rank 1 stops in the middle for longer than rank 0 waits for it when it closes."""
+    import time
+
+    model = make_model()
+    kept = tbhooks.MemorySink()
+    w = tbhooks.watch(model, kept, 1, ranks="merge", kinds=("activation",))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for step in range(28):
+        if rank == 1 and step == 3:
+            w.flush()
+            time.sleep(8)
+            os._exit(0)
+        loss_of(model(batch(step, rank))).backward()
+        optimizer.step()
+        if step == 2:
+            w.flush()
+    w.close(timeout_s=2.0)
+    ranks = [int(frame.scalars["train.ranks"]) if "train.ranks" in frame.scalars else 1 for frame in kept]
+    return [frame.step for frame in kept], ranks, w.stats.dropped, w.stats.messages
+
+
 def log_means(rank: int) -> list[tuple[dict[int, float], int, tuple[str, ...]]]:
     """What a rank of two wrote, its errors, and what it said: if it logs early, and if it logs late."""
     told = []

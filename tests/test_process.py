@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import tbhooks
+import tbhooks.process
 from tbhooks.sinks.jsonl import read
 from tests import frames, waiting
 
@@ -326,6 +327,89 @@ for step in range(6):
     assert [frame.step for frame in read(script.run_directory / "f.jsonl")] == list(range(6))
 
 
+# Watches whose sinks never return, and one whose sink works. Prints how long each wait for a pump may take.
+HUNG = """
+class Hung(tbhooks.MemorySink):
+    def write(self, frame):
+        time.sleep(100)
+
+def wait(pump, timeout_s):
+    print("wait", timeout_s, flush=True)
+    return stock_wait(pump, timeout_s)
+
+stock_wait, tbhooks.pump.Pump.wait = tbhooks.pump.Pump.wait, wait
+sys.modules["tbhooks.process"].EXIT_DEADLINE_S = sys.modules["tbhooks.process"].SIGTERM_DEADLINE_S = 1.5
+watched = []
+for sink in [Hung(), Hung(), Hung(), tbhooks.JsonlSink("run/f.jsonl"), Hung()]:
+    model, optimizer = make()
+    watched.append((tbhooks.watch(model, sink, every=1), model, optimizer))
+    for _ in range(3):
+        train_step(model, optimizer)
+"""
+
+
+def check_one_deadline(script: Script, lines: list[str]) -> None:
+    waits = [float(line.split()[1]) for line in lines if line.startswith("wait")]
+    assert len(waits) == 5
+    assert waits[0] <= 1.5
+    # A wait for a hung sink takes as long as it may, so the times left can only shrink.
+    assert waits == sorted(waits, reverse=True)
+    assert waits[-1] < 0.5
+    assert [frame.step for frame in read(script.run_directory / "f.jsonl")] == [0, 1, 2]
+
+
+def test_all_watches_share_one_deadline_at_exit_and_a_hung_one_costs_the_others_nothing(script: Script) -> None:
+    status, out, err = script.run(HUNG)
+    assert (status, err) == (0, "")
+    check_one_deadline(script, out.splitlines())
+
+
+def test_all_watches_share_one_deadline_at_sigterm(script: Script) -> None:
+    status, lines, err = script.interrupt(HUNG + "print('ready', flush=True)\ntime.sleep(50)\n", signal.SIGTERM, 1)
+    assert (status, err) == (-signal.SIGTERM, "")
+    check_one_deadline(script, lines)
+
+
+def test_the_time_at_sigterm_is_well_below_what_is_usual_before_sigkill() -> None:
+    assert tbhooks.process.SIGTERM_DEADLINE_S <= 5
+
+
+def test_unwatch_gives_all_watches_of_a_model_one_deadline(script: Script) -> None:
+    status, out, err = script.run(
+        HUNG.split("watched = []", maxsplit=1)[0]
+        + """
+tbhooks.process.close_together.__defaults__ = (1.5,)
+model, optimizer = make()
+for sink in [Hung(), Hung(), Hung()]:
+    tbhooks.watch(model, sink, every=1)
+train_step(model, optimizer)
+tbhooks.unwatch(model)
+"""
+    )
+    waits = [float(line.split()[1]) for line in out.splitlines()]
+    assert (status, err, len(waits)) == (0, "", 3)
+    assert waits == sorted(waits, reverse=True)
+    assert waits[0] <= 1.5
+    assert waits[-1] < 0.5
+
+
+def test_a_new_watch_does_not_wait_for_the_hung_sink_of_a_model_that_is_gone(script: Script) -> None:
+    status, out, err = script.run(
+        HUNG.replace('[Hung(), Hung(), Hung(), tbhooks.JsonlSink("run/f.jsonl"), Hung()]', "[Hung()]")
+        + """
+w = watched[0][0]
+del watched, model, optimizer
+gc.collect()
+model, optimizer = make()
+tbhooks.watch(model, every=1).close()
+print("closed", w in tbhooks.process.open_watches)
+os._exit(0)
+"""
+    )
+    assert (status, err) == (0, "")
+    assert [line.split()[0] for line in out.splitlines()] == ["wait", "closed"]
+
+
 # --- Signals ------------------------------------------------------------------------------------------
 
 
@@ -432,6 +516,26 @@ def test_ignored_sigterm_stays_ignored(script: Script) -> None:
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + ENDLESS.replace("5000", "31"), signal.SIGTERM
     )
     assert (status, err) == (0, "")
+    assert script.steps() == list(range(30))
+
+
+@pytest.mark.parametrize("writer", ["'run'", "SummaryWriter('run')", "__import__('tensorboardX').SummaryWriter('run')"])
+def test_sigkill_loses_no_step_that_the_background_thread_has_written(script: Script, writer: str) -> None:
+    if "tensorboardX" in writer:
+        pytest.importorskip("tensorboardX")
+    status, _, err = script.run(f"""
+from tensorboard.summary.writer.record_writer import RecordWriter
+stock = RecordWriter.write
+RecordWriter.write = lambda *given: (time.sleep(0.01), stock(*given))  # a busy machine
+model, optimizer = make()
+w = tbhooks.watch(model, {writer}, every=1)
+for _ in range(30):
+    train_step(model, optimizer)
+w._loop.settle()
+w._pump.wait()
+os.kill(os.getpid(), signal.SIGKILL)
+""")
+    assert (status, err) == (-signal.SIGKILL, "")
     assert script.steps() == list(range(30))
 
 

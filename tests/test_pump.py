@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -14,7 +16,7 @@ from tbhooks import pump as pump_module
 from tbhooks.asking import Shown
 from tbhooks.exhibits import Text
 from tbhooks.frame import Frame
-from tbhooks.pump import QUEUE_STEPS, Pump
+from tbhooks.pump import QUEUE_BYTES, QUEUE_STEPS, Pump
 from tbhooks.report import Report
 from tbhooks.sinks import Sink
 from tbhooks.sinks.memory import MemorySink
@@ -168,13 +170,131 @@ def test_a_slow_sink_gets_everything_the_queue_took(make: Callable[..., Pump], r
 
     slow, quick = SlowSink(), MemorySink()
     pump = make(slow, quick)
-    with at_most(0.1 * QUEUE_STEPS / 2):
-        for step in range(QUEUE_STEPS):
+    with at_most(0.4):
+        for step in range(8):
             pump.submit(Step(make_frame(step)))
     pump.close()
-    assert steps(slow) == steps(quick) == list(range(QUEUE_STEPS))
+    assert steps(slow) == steps(quick) == list(range(8))
     assert report.dropped == 0
-    assert report.seconds_pump >= 0.1 * QUEUE_STEPS
+    assert report.seconds_pump >= 0.8
+
+
+def test_steps_that_weigh_nothing_are_bounded_by_their_number(make: Callable[..., Pump], report: Report) -> None:
+    sink = GatedSink()
+    pump = make(sink)
+    fill(pump, sink, more=5 * QUEUE_STEPS)
+    assert len(pump._queue) == QUEUE_STEPS
+    assert report.dropped == 5 * QUEUE_STEPS
+
+
+def test_heavy_steps_are_bounded_by_their_bytes_and_one_is_always_taken(
+    make: Callable[..., Pump], report: Report
+) -> None:
+    sink = GatedSink()
+    pump = make(sink)
+    pump.submit(Step(make_frame(0), nbytes=QUEUE_BYTES * 3))
+    assert sink.entered.wait(10)
+    pump.submit(Step(make_frame(1), nbytes=QUEUE_BYTES * 2))  # the queue is empty, so there is room
+    pump.submit(Step(make_frame(2), nbytes=1))
+    assert report.dropped == 1
+    sink.gate.set()
+    assert pump.wait(10)
+    sink.gate.clear()
+    sink.entered.clear()
+    pump.submit(Step(make_frame(3)))
+    assert sink.entered.wait(10)
+    for step in range(4, 9):  # what has been written counts no longer
+        pump.submit(Step(make_frame(step), nbytes=QUEUE_BYTES // 3))
+    assert report.dropped == 3
+    sink.gate.set()
+    pump.close()
+    assert steps(sink) == [0, 1, 3, 4, 5, 6]
+
+
+class Weighed(Step):
+    """Counts how often it is asked for its size."""
+
+    asked = 0
+
+    @property
+    def nbytes(self) -> int:
+        Weighed.asked += 1
+        return 0
+
+    @nbytes.setter
+    def nbytes(self, value: int) -> None:
+        """It has none of its own."""
+
+
+def work(action: Callable[[], object]) -> int:
+    """How many calls and lines of Python an action takes in this thread."""
+    events = 0
+
+    def count(*_: object) -> Callable[..., object]:
+        nonlocal events
+        events += 1
+        return count
+
+    sys.settrace(count)
+    try:
+        action()
+    finally:
+        sys.settrace(None)
+    return events
+
+
+def test_handing_a_step_over_takes_as_much_work_behind_a_long_queue_as_behind_a_short_one(
+    make: Callable[..., Pump], report: Report
+) -> None:
+    sink = GatedSink()
+    pump = make(sink)
+    pump.submit(Step(make_frame(0)))
+    assert sink.entered.wait(10)
+    frame = make_frame(1)
+    while report.dropped < 3:
+        pump.submit(Weighed(frame))
+        assert len(pump._queue) < 5000, "nothing is dropped"
+    Weighed.asked = 0
+    full = [work(lambda: pump.submit(Weighed(frame))) for _ in range(5)]
+    assert Weighed.asked <= 10
+    sink.gate.set()
+    assert pump.wait(30)
+    sink.gate.clear()
+    sink.entered.clear()
+    pump.submit(Step(frame))
+    assert sink.entered.wait(10)
+    taken = [work(lambda: pump.submit(Weighed(frame))) for _ in range(QUEUE_STEPS)]
+    assert len(set(taken)) == 1
+    assert len(set(full)) == 1
+    assert full[0] < 2 * taken[0] + 40
+
+
+def test_what_ranks_wait_for_is_bounded_too(make: Callable[..., Pump], report: Report) -> None:
+    class Awaited(Step):
+        def without_numbers(self) -> Any:
+            return Step(*self._frames)
+
+    sink = GatedSink()
+    pump = make(sink)
+    fill(pump, sink)
+    frame = make_frame(1, {})
+    for _ in range(40 * QUEUE_STEPS):
+        pump.submit(Awaited(frame))
+    assert report.dropped == 40 * QUEUE_STEPS
+    assert len(pump._queue) <= 20 * QUEUE_STEPS
+
+
+def test_waiting_for_a_hung_sink_again_and_again_fills_no_queue(make: Callable[..., Pump]) -> None:
+    sink = GatedSink()
+    pump = make(sink)
+    fill(pump, sink)
+    for _ in range(50):
+        assert not pump.flush(0)
+    assert len(pump._queue) <= QUEUE_STEPS + 1
+    sink.gate.set()
+    assert pump.flush(10)
+    assert sink.calls == ["flush"] * len(sink.calls)
+    assert len(sink.calls) <= 2
 
 
 # --- Failure ----------------------------------------------------------------------------------------

@@ -87,6 +87,17 @@ def test_a_rank_that_is_lost_ends_the_merging_and_not_the_training(fleet: Fleet,
     assert second.status == {"killed": -9, "raises": 1}.get(how, 0), second.output[-2000:]
 
 
+def test_close_writes_what_the_first_rank_saw_when_another_does_not_come(fleet: Fleet, tmp_path: Path) -> None:
+    first, _ = fleet.run(jobs.hung_at_close, 2, tmp_path, limit_s=60)
+    assert first.status == 0, first.output[-2000:]
+    steps, ranks, dropped, messages = first.value
+    assert steps == list(range(28))
+    assert ranks[:2] == [2, 2]
+    assert ranks[-24:] == [1] * 24
+    assert dropped == 0
+    assert [message for message in messages if "another rank had not come when the watch was closed" in message]
+
+
 def test_a_job_that_breaks_ends_by_itself_and_keeps_what_was_logged(fleet: Fleet, tmp_path: Path) -> None:
     started = time.monotonic()
     ranks = fleet.run(jobs.distributed_failure, 2, tmp_path, limit_s=45, patience_s=5)

@@ -8,6 +8,8 @@ import pytest
 
 import tbhooks
 from tbhooks.frame import Finding, Site
+from tbhooks.reactions import Reactions
+from tbhooks.report import Report
 from tests.loops import mlp, sgd, train
 
 
@@ -78,3 +80,25 @@ def test_stop_is_a_wish_the_loop_can_read() -> None:
 def test_an_unknown_reaction_is_refused() -> None:
     with tbhooks.watch(mlp()) as watching, pytest.raises(tbhooks.ArgumentError, match='"raise" or "stop"'):
         watching.on_finding("explode")
+
+
+def test_a_finding_that_comes_while_the_training_thread_looks_is_raised_the_next_time() -> None:
+    class Interrupted(Reactions):
+        """The background thread tells of a finding right after the training thread has seen that there is none."""
+
+        _later: Any = None
+
+        def __getattribute__(self, name: str) -> Any:
+            value = super().__getattribute__(name)
+            if name == "_to_raise" and self._later is not None:
+                finding, self._later = self._later, None
+                self.raise_soon(finding)
+            return value
+
+    reactions = Interrupted(Report())
+    reactions._later = finding = Finding(2, Site("0", "activation"), "mine", "warning", "look here", {})
+    reactions.raise_if_asked()
+    with pytest.raises(tbhooks.FindingError) as raised:
+        reactions.raise_if_asked()
+    assert raised.value.finding is finding
+    reactions.raise_if_asked()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import tbhooks
+from tbhooks.frame import Finding, Site
 from tests import zoo
+from tests.frames import make_frame
 
 SICK = 7
 
@@ -167,3 +169,26 @@ def test_no_tensor_of_a_step_is_kept_after_it() -> None:
 def test_a_wrong_reaction_is_refused_with_the_right_ones() -> None:
     with tbhooks.watch(build(nn.Identity())) as watching, pytest.raises(tbhooks.ArgumentError, match="replay"):
         watching.on_nonfinite("repaly")
+
+
+class Interrupted(list[Finding]):
+    """Findings to which the training thread adds another right after the background thread has looked through them."""
+
+    def __init__(self, first: Finding, later: Finding) -> None:
+        super().__init__([first])
+        self.later = [later]
+
+    def __iter__(self) -> Iterator[Finding]:
+        yield from super().__iter__()
+        self.extend(self.later)
+        self.later = []
+
+
+def test_a_finding_that_comes_while_earlier_ones_are_being_written_is_written_too() -> None:
+    first, later = (
+        Finding(0, Site(path, "activation"), "non_finite", "error", "not finite", {}) for path in ("0", "1")
+    )
+    with tbhooks.watch(nn.Linear(2, 1), rules=()) as w:
+        w._unwritten = Interrupted(first, later)
+        written = [w._judged(make_frame(step)).findings for step in range(3)]
+    assert [finding for findings in written for finding in findings] == [first, later]

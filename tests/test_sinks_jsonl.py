@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import logging
 import math
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,6 +27,7 @@ from tbhooks.sinks.jsonl import read
 from tests import frames
 from tests.frames import make_frame
 
+Log = pytest.LogCaptureFixture
 X = Site("x", "activation")
 
 
@@ -219,3 +223,84 @@ def test_what_has_no_numbers_is_no_line(tmp_path: Path) -> None:
     told = Text("told", "once")
     path = write(tmp_path / "x.jsonl", make_frame(3), replace(make_frame(0, {}), exhibits=(told,)))
     assert [frame.step for frame in read(path)] == [3]
+
+
+class OnlyGrows(io.FileIO):
+    """A file of which nothing can be taken back."""
+
+    def truncate(self, size: int | None = None) -> int:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+
+@pytest.mark.parametrize("room", [1, 100])
+@pytest.mark.parametrize("only_grows", [False, True])
+def test_after_a_full_disk_every_later_line_is_readable(tmp_path: Path, room: int, only_grows: bool) -> None:
+    path = tmp_path / "frames.jsonl"
+    sink = JsonlSink(path)
+    if only_grows:
+        sink.close()
+        sink._file = OnlyGrows(path, "ab")
+    for step in range(2):
+        sink.write(make_frame(step))
+    for start in (2, 6):
+        for step in (start, start + 1):
+            with frames.full_disk(path, room), pytest.raises(OSError, match=r"\[Errno"):
+                sink.write(make_frame(step))
+        for step in (start + 2, start + 3):
+            sink.write(make_frame(step))
+    sink.close()
+    assert [frame.step for frame in read(path)] == [0, 1, 4, 5, 8, 9]
+    if not only_grows:
+        assert [strict(line)["step"] for line in path.read_text().splitlines()] == [0, 1, 4, 5, 8, 9]
+
+
+def test_lines_are_readable_on_a_real_disk_that_was_full_for_a_while(tiny_disk: Path, caplog: Log) -> None:
+    ballast = tiny_disk / "ballast"
+    ballast.write_bytes(bytes(200 << 10))
+    model = frames.make_model()
+    optimizer = frames.make_optimizer(model)
+    w = tbhooks.watch(model, JsonlSink(tiny_disk / "frames.jsonl"), every=1)
+    frames.train(model, 40, optimizer)
+    w.flush()
+    dropped = w.stats.dropped
+    assert 0 < dropped < 40
+    ballast.unlink()
+    frames.train(model, 5, optimizer)
+    w.close()
+    assert w.stats.dropped == dropped
+    steps = [strict(line)["step"] for line in (tiny_disk / "frames.jsonl").read_text().splitlines()]
+    assert steps == [frame.step for frame in read(tiny_disk / "frames.jsonl")]
+    assert steps[-5:] == [40, 41, 42, 43, 44]
+    assert len(steps) == 45 - dropped
+
+
+def test_a_directory_that_is_deleted_is_noticed_and_one_that_is_there_again_is_written_to(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "frames.jsonl"
+    model = frames.make_model()
+    optimizer = frames.make_optimizer(model)
+    w = tbhooks.watch(model, JsonlSink(path), every=1)
+    frames.train(model, 2, optimizer)
+    w.flush()
+    shutil.rmtree(path.parent)
+    frames.train(model, 3, optimizer)
+    w.flush()
+    assert (w.stats.dropped, w.stats.errors) == (3, 3)
+    assert "frames.jsonl was deleted with its directory" in w.stats.messages[0]
+    assert not path.parent.exists()
+    path.parent.mkdir()
+    frames.train(model, 2, optimizer)
+    w.close()
+    assert [frame.step for frame in read(path)] == [5, 6]
+
+
+def test_a_change_of_directory_sends_nothing_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    sink = JsonlSink("frames.jsonl")
+    sink.write(make_frame(0))
+    monkeypatch.chdir("elsewhere")
+    (tmp_path / "frames.jsonl").unlink()
+    sink.write(make_frame(1))
+    sink.close()
+    assert [frame.step for frame in read(tmp_path / "frames.jsonl")] == [1]
+    assert not list((tmp_path / "elsewhere").iterdir())

@@ -6,10 +6,8 @@ import html
 import json
 import logging
 import math
-import os
 import re
 import shutil
-import subprocess
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -30,7 +28,7 @@ from tensorboard.util import tensor_util
 from torch.utils.tensorboard import SummaryWriter
 
 import tbhooks
-from tbhooks import JsonlSink, MemorySink, stats
+from tbhooks import JsonlSink, MemorySink, runs, stats
 from tbhooks import pump as pump_module
 from tbhooks.errors import ArgumentError
 from tbhooks.frame import KINDS, Finding, Frame, Site
@@ -694,20 +692,6 @@ def test_several_sinks_get_everything_and_one_that_fails_disturbs_none(
     assert [record.message for record in caplog.records] == ["FailingSink: OSError: unplugged"]
 
 
-@pytest.fixture
-def tiny_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 256 kB, where mounting is allowed."""
-    place = tmp_path / "tiny"
-    place.mkdir()
-    mount = shutil.which("mount")
-    command = [mount or "mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(place)]
-    may = mount and os.geteuid() == 0
-    if not may or subprocess.run(command, check=False, capture_output=True, timeout=10).returncode:
-        pytest.skip("mounting a tiny file system is not allowed here")
-    yield place
-    subprocess.run(["umount", "--lazy", str(place)], check=True, timeout=10)
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's own thread dies
 def test_a_full_disk_is_counted_told_once_and_training_goes_on(tiny_disk: Path, caplog: Log, roomy: None) -> None:
     model = frames.make_model()
@@ -729,6 +713,82 @@ def test_a_full_disk_is_counted_told_once_and_training_goes_on(tiny_disk: Path, 
     assert len(told) == 2
     assert told[0].startswith("TensorBoardSink: OSError: [Errno 28] No space left")
     assert "dropped" in told[1]
+
+
+def open_writer(kind: str, directory: Path) -> Any:
+    if kind == "tensorboardX":
+        return pytest.importorskip("tensorboardX").SummaryWriter(str(directory))
+    return SummaryWriter(str(directory)) if kind == "torch" else directory
+
+
+KINDS_OF_WRITER = ("directory", "torch", "tensorboardX")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's own thread dies
+@pytest.mark.parametrize("kind", KINDS_OF_WRITER)
+def test_a_writer_goes_on_when_a_disk_that_was_full_has_room_again(tiny_disk: Path, kind: str) -> None:
+    ballast, run = tiny_disk / "ballast", tiny_disk / "run"
+    ballast.write_bytes(bytes(120 << 10))
+    writer = open_writer(kind, run)
+    model = frames.make_model()
+    optimizer = frames.make_optimizer(model)
+    w = tbhooks.watch(model, writer, every=1)
+    frames.train(model, 50, optimizer)
+    w.flush()
+    dropped = w.stats.dropped
+    assert dropped > 10
+    ballast.unlink()
+    frames.train(model, 10, optimizer)
+    w.flush()
+    assert w.stats.dropped == dropped
+    assert watched_steps(run)[-10:] == list(range(50, 60))
+    if kind == "torch":
+        writer.add_scalar("mine/loss", 0.5, 7)
+        writer.flush()
+        assert frames.scalar_series(run, "mine/loss") == {7: 0.5}
+    w.close()
+    written = watched_steps(run)
+    assert len(written) == w.stats.steps - w.stats.dropped
+    assert len(frames.event_files(run)) == 1
+    assert [frame.step for frame in runs.read(run).training] == written
+    if kind != "directory":
+        writer.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("kind", KINDS_OF_WRITER)
+def test_frames_are_readable_where_the_first_one_did_not_fit(tmp_path: Path, kind: str) -> None:
+    """It had the descriptions of all tags, without which the frame tensors mean nothing."""
+    sink = TensorBoardSink(open_writer(kind, tmp_path))
+    sink.flush()
+    (file,) = frames.event_files(tmp_path)
+    found = a_finding(0)
+    for _ in range(2):
+        with frames.full_disk(file, 100), pytest.raises(OSError, match=r"\[Errno"):
+            sink.write(make_frame(0, findings=[found]))
+    for step in (1, 2):
+        sink.write(make_frame(step, findings=[found]))
+    sink.close()
+    back = runs.read(tmp_path)
+    assert [frame.step for frame in back.training] == [1, 2]
+    assert back.training[0]["0", "activation"].count == 4
+    assert list(shown_texts(tmp_path)) == [1]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("kind", KINDS_OF_WRITER)
+def test_a_run_directory_that_is_deleted_is_noticed(tmp_path: Path, kind: str) -> None:
+    model = frames.make_model()
+    optimizer = frames.make_optimizer(model)
+    w = tbhooks.watch(model, open_writer(kind, tmp_path / "run"), every=1)
+    frames.train(model, 2, optimizer)
+    w.flush()
+    shutil.rmtree(tmp_path / "run")
+    frames.train(model, 3, optimizer)
+    w.flush()
+    assert w.stats.dropped == 3
+    assert "FileNotFoundError" in w.stats.messages[0]
+    w.close()
 
 
 # --- Findings ---------------------------------------------------------------------------------------

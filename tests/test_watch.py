@@ -10,6 +10,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from pathlib import Path
@@ -21,7 +22,9 @@ from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 
 import tbhooks
-from tests import zoo
+from tbhooks import Frame, MemorySink
+from tbhooks.buffer import Recorder
+from tests import frames, zoo
 from tests.loops import forward, mlp, sgd, steps_of, train
 
 # -- lifetime ---------------------------------------------------------------------------------------
@@ -168,6 +171,84 @@ def test_a_step_cut_short_is_written_at_close() -> None:
     assert ("0", "activation") in watching.latest
     assert ("0", "gradient") not in watching.latest
     assert watching.stats.unseen == {}
+
+
+def watched_and_trained(sink: MemorySink, steps: int) -> tuple[tbhooks.Watch, dict[str, Any]]:
+    """A watch whose model and optimizer are held in one place only."""
+    model = frames.make_model()
+    held: dict[str, Any] = {"model": model, "optimizer": frames.make_optimizer(model)}
+    w = tbhooks.watch(model, sink, every=1)
+    for _ in range(steps):
+        frames.train_step(held["model"], held["optimizer"])
+    return w, held
+
+
+def test_a_model_that_is_collected_in_another_thread_loses_no_step() -> None:
+    sink = MemorySink()
+    w, held = watched_and_trained(sink, 4)
+    model = weakref.ref(held["model"])
+
+    def collect() -> None:
+        held.clear()
+        gc.collect()
+
+    thread = threading.Thread(target=collect)
+    thread.start()
+    thread.join(30)
+    assert model() is None
+    w.flush()
+    assert [frame.step for frame in sink] == [0, 1, 2, 3]
+    w.close()
+    assert [frame.step for frame in w.history] == [0, 1, 2, 3]
+    assert (w.stats.logged, w.stats.dropped, w.stats.errors) == (4, 0, 0)
+
+
+def test_a_model_that_is_collected_inside_write_loses_no_step_and_the_order_stays() -> None:
+    trained, collected = threading.Event(), threading.Event()
+
+    class Collecting(MemorySink):
+        """Drops the model in the background thread, in the middle of writing the first frame."""
+
+        def write(self, frame: Frame) -> None:
+            assert trained.wait(30)
+            held.clear()
+            gc.collect()
+            collected.set()
+            super().write(frame)
+
+    sink = Collecting()
+    w, held = watched_and_trained(sink, 4)
+    model = weakref.ref(held["model"])
+    trained.set()
+    assert collected.wait(30)
+    assert model() is None
+    w.close()
+    assert [frame.step for frame in sink] == [0, 1, 2, 3]
+    assert (w.stats.logged, w.stats.dropped, w.stats.errors) == (4, 0, 0)
+
+
+def test_a_model_that_is_collected_while_its_step_is_being_copied_loses_no_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stock = Recorder.pack
+
+    def collecting(recorder: Recorder, step: int, *args: Any) -> Any:
+        if step == 2:
+            held.pop("model", None)
+            gc.collect()
+        return stock(recorder, step, *args)
+
+    sink = MemorySink()
+    w, held = watched_and_trained(sink, 2)
+    reference = weakref.ref(held["model"])
+    monkeypatch.setattr(Recorder, "pack", collecting)
+    held["model"](torch.randn(16, 4)).square().mean().backward()
+    held["optimizer"].step()
+    held["optimizer"].step()
+    assert reference() is None
+    w.close()
+    assert [frame.step for frame in sink] == [0, 1, 2]
+    assert (w.stats.dropped, w.stats.errors) == (0, 0)
 
 
 def test_a_dropped_model_is_freed_and_its_frames_are_kept() -> None:

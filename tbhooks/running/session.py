@@ -13,7 +13,7 @@ import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tbhooks.process import rank_and_world
+from tbhooks.process import close_together, rank_and_world
 from tbhooks.report import logger
 from tbhooks.running import telling
 from tbhooks.running.command import Options, Target
@@ -76,8 +76,7 @@ class Session:
 
     def close(self) -> str:
         """Leaves everything as it was; returns what there is to say."""
-        for watching, _ in self.watched:
-            watching.close()
+        close_together(watching for watching, _ in self.watched)
         self._stop()
         said = telling.told(self.watched, self._why_nothing())
         if self.terminal.left_out:

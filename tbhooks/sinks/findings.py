@@ -28,15 +28,16 @@ class FindingWriter:
     """Adds a frame's findings to its event: always as data, as text only the first time a rule meets a site."""
 
     def __init__(self) -> None:
-        self._told: set[tuple[str, Site | None]] = set()
+        self.told: frozenset[tuple[str, Site | None]] = frozenset()
+        """What there is a text of already."""
 
     def add(self, findings: Sequence[Finding], summary: summary_pb2.Summary) -> None:
         if not findings:
             return
         summary.value.add(tag=DATA_TAG, tensor=strings([encode(findings)]), metadata=metadata("tbhooks"))
         new = {(finding.rule, finding.site): finding for finding in reversed(findings)}
-        fresh = [finding for key, finding in reversed(new.items()) if key not in self._told]
-        self._told.update(new)
+        fresh = [finding for key, finding in reversed(new.items()) if key not in self.told]
+        self.told |= new.keys()
         if fresh:
             text = "\n\n".join(map(markdown, fresh)).encode(errors="replace")
             summary.value.add(tag=TEXT_TAG, tensor=strings([text]), metadata=metadata("text"))

@@ -5,6 +5,7 @@ NaN and infinities are written as the strings "nan", "inf" and "-inf": JSON itse
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from collections.abc import Iterator
@@ -17,41 +18,93 @@ from tbhooks.plain import number, plain
 
 
 class JsonlSink:
-    """Appends frames to a file, which is made with its directory if need be."""
+    """Appends frames to a file, which is made with its directory if need be.
+
+    Each frame is handed to the operating system when it is written. One that does not fit on the disk leaves nothing
+    behind, and later ones go on where it would have stood.
+    """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        _drop_cut_line(self.path)
-        self._file = self.path.open("a", encoding="utf-8")
+        self._place = self.path.absolute()  # a later chdir must not send it elsewhere
+        self._place.parent.mkdir(parents=True, exist_ok=True)
+        _drop_cut_line(self._place)
+        self._file: io.FileIO = self._open()
+        self._is_torn = False
+        """Whether part of a line is in the file that could not be taken back."""
 
     def write(self, frame: Frame) -> None:
         if not frame.has_numbers:
             return
-        line = json.dumps(plain(frame.to_dict()), allow_nan=False, separators=(",", ":"))
-        self._file.write(line + "\n")
-        self._file.flush()
+        line = json.dumps(plain(frame.to_dict()), allow_nan=False, separators=(",", ":")).encode() + b"\n"
+        self._notice_deletion()
+        data, done = b"\n" + line if self._is_torn else line, 0
+        size = os.fstat(self._file.fileno()).st_size
+        try:
+            while done < len(data):  # once, where the system takes it all
+                done += self._file.write(data[done:]) or 0
+            self._is_torn = False
+        except OSError:
+            if done and not self._take_back(size):
+                self._is_torn = data[done - 1 : done] != b"\n"
+            raise
 
     def last_step(self) -> int | None:
-        return max((frame.step for frame in read(self.path)), default=None)
+        return max((frame.step for frame in read(self._place)), default=None)
 
     def flush(self) -> None:
-        self._file.flush()
+        """Nothing is held back."""
 
     def close(self) -> None:
         self._file.close()
 
+    def _open(self) -> io.FileIO:
+        return self._place.open("ab", buffering=0)
+
+    def _notice_deletion(self) -> None:
+        """What is written to a file that has no name any more is lost."""
+        if os.fstat(self._file.fileno()).st_nlink:
+            return
+        try:
+            fresh = self._open()
+        except OSError as problem:
+            raise FileNotFoundError(
+                f"{self._place} was deleted with its directory while it was being written: frames are lost until the "
+                "directory is there again"
+            ) from problem
+        self._file.close()
+        self._file, self._is_torn = fresh, False
+
+    def _take_back(self, size: int) -> bool:
+        """Cuts off what there is of a line that failed, so that the next one is not glued to it; whether it could."""
+        try:
+            self._file.truncate(size)
+        except OSError:  # a pipe, or a file that may only grow
+            return False
+        return True
+
 
 def read(path: str | Path) -> Iterator[Frame]:
-    """The frames of a file, oldest first. A last line cut short by a crash is left out."""
+    """The frames of a file, oldest first. Lines cut short by a crash or a full disk are left out."""
     with Path(path).open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
                 return
             try:
-                yield Frame.from_dict(_numbers(json.loads(line)))
+                data = json.loads(line)
+            except ValueError as problem:
+                if _begins_as_a_frame(line):
+                    continue
+                raise TbhooksError(f"{path}, line {number}, is not a tbhooks frame: {problem!r}") from problem
+            try:
+                yield Frame.from_dict(_numbers(data))
             except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as problem:
                 raise TbhooksError(f"{path}, line {number}, is not a tbhooks frame: {problem!r}") from problem
+
+
+def _begins_as_a_frame(line: bytes) -> bool:
+    start = line.removesuffix(b"\n")[: len(_START)]
+    return bool(start) and _START.startswith(start)
 
 
 def _drop_cut_line(path: Path) -> None:
@@ -72,6 +125,8 @@ def _drop_cut_line(path: Path) -> None:
 
 
 _CHUNK = 1 << 16
+_START = b'{"step":'
+"""How every line begins."""
 
 
 def _numbers(data: Any) -> Any:

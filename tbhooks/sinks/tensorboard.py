@@ -20,6 +20,7 @@ from tbhooks.frame import Frame, Site
 from tbhooks.sinks import exhibits, wire
 from tbhooks.sinks.crc import use_fast_crc
 from tbhooks.sinks.draining import drain_first
+from tbhooks.sinks.event_files import event_file
 from tbhooks.sinks.findings import FindingWriter
 from tbhooks.sinks.histograms import SiteHistograms
 from tbhooks.sinks.places import places_of
@@ -57,6 +58,7 @@ class TensorBoardSink:
         self._writer = _open(writer) if self._owned else writer
         self._events = self._writer._get_file_writer().event_writer
         self._send = sender(self._writer)
+        self._file = event_file(self._writer, self.destination)
         self._layouts: dict[str, Layout] = {}
         self._plans = _Recent(self._plan)
         self._templates = _Recent(Template)
@@ -82,12 +84,23 @@ class TensorBoardSink:
             return None
 
     def write(self, frame: Frame) -> None:
-        summary = self._encoded(frame)
-        if not summary:
-            return
-        if self.is_closed:
-            raise OSError("the SummaryWriter was closed before the watch")
-        self._send(wire.event(frame.time, frame.step, summary))
+        """Hands the frame to the operating system. What fails is forgotten, and the next one goes behind it."""
+        found = self._findings.told
+        try:
+            self._file.mend()
+            summary = self._encoded(frame)
+            if not summary:
+                return
+            if self.is_closed:
+                raise OSError("the SummaryWriter was closed before the watch")
+            self._send(wire.event(frame.time, frame.step, summary))
+            self._file.hand_over()
+        except Exception:
+            self._file.failed()
+            self._findings.told = found
+            for layout in self._layouts.values():  # the description of a tag may have been in what was lost
+                layout.describe_again()
+            raise
 
     def flush(self) -> None:
         if not self.is_closed:

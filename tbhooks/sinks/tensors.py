@@ -48,6 +48,10 @@ class Layout:
             self._generation += 1
         return places_of([self._position[site] for site in sites])
 
+    def describe_again(self) -> None:
+        """The next value of each tag carries its description once more."""
+        self._described.clear()
+
     def add(self, frame: Frame, rows: Places, places: Places, summary: summary_pb2.Summary) -> None:
         values = stats.empty_rows(len(self._position))
         values[places] = frame.values[rows]
