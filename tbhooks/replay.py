@@ -115,8 +115,12 @@ class Replay:
             return False  # a scaler has noticed, and the optimizer will leave this step out
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         with torch.no_grad():
-            sums = [_values(gradient).sum(dtype=torch.float32).to(gradients[0].device) for gradient in gradients]
-            return bool(sums) and not bool(torch.stack(sums).isfinite().all())
+            numbers = [_values(gradient) for gradient in gradients]
+            sums = [each.sum(dtype=torch.float32).to(numbers[0].device) for each in numbers]
+            if not sums or bool(torch.stack(sums).isfinite().all()):
+                return False
+            # Large finite numbers overflow a sum, too: only the numbers themselves decide.
+            return not all(bool(each.isfinite().all()) for each in numbers)
 
     def finding(self, step: int, run_again: bool) -> Finding:
         """What is to be told of it."""
@@ -164,7 +168,9 @@ def _keep_gradient(kept: dict[str, Tensor], index: str, gradient: Tensor | None)
 def _values(gradient: Tensor) -> Tensor:
     local = shards.here(gradient)
     gradient = gradient if local is None else local
-    return gradient.coalesce().values() if gradient.layout is torch.sparse_coo else gradient
+    gradient = gradient.coalesce().values() if gradient.layout is torch.sparse_coo else gradient
+    gradient = torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
+    return gradient.float() if gradient.dtype.itemsize == 1 else gradient  # float8 knows no isfinite
 
 
 def _kept(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Pass:
