@@ -30,7 +30,8 @@ class Tripwire:
 
     def __init__(self) -> None:
         self._extremes: Tensor | None = None
-        self._slots: tuple[Tensor, ...] = ()
+        # A view of each number in it, made once: a step is not to make any.
+        self._slots: list[tuple[Tensor, Tensor]] = []
         self._used = 0
         self._first_step = 0
         self._last_step = NEVER
@@ -54,11 +55,13 @@ class Tripwire:
             if self._used == MOST_STEPS or step != self._first_step + self._used:
                 self._look_back()
                 self._first_step = step
-            slot = self._slots[self._used]
-            _put_extremes(numbers, slot)
+            low, high = self._slots[self._used]
+            _put_extremes(numbers, low, high)
             handled = getattr(optimizer, "found_inf", None)
             if isinstance(handled, Tensor):  # a fused optimizer leaves this step out
-                slot.masked_fill_(handled.to(slot.device).reshape(()) > 0, 0.0)
+                is_left_out = handled.to(low.device).reshape(()) > 0
+                for number in (low, high):
+                    number.masked_fill_(is_left_out, 0.0)
         self._used += 1
         self._last_step = step
 
@@ -79,7 +82,7 @@ class Tripwire:
         with torch.inference_mode(False):
             self._extremes = like.detach().new_zeros(MOST_STEPS, 2)
             never = like.detach().new_full((), NEVER, dtype=torch.int64)
-        self._slots = self._extremes.unbind()
+        self._slots = list(zip(*(column.unbind() for column in self._extremes.unbind(1)), strict=True))
         self._since = never if self._since is None else self._since.to(like.device)
         self._lasting = never if self._lasting is None else self._lasting.to(like.device)
 
@@ -95,13 +98,13 @@ class Tripwire:
         self._used = 0
 
 
-def _put_extremes(numbers: Tensor, slot: Tensor) -> None:
+def _put_extremes(numbers: Tensor, low: Tensor, high: Tensor) -> None:
     """In one pass over the numbers, without an intermediate that could overflow."""
-    low, high = slot.unbind()
     try:
         torch.aminmax(numbers, out=(low, high))
     except (NotImplementedError, RuntimeError):  # not every backend has it; this is as exact, and slower on a CPU
-        slot.copy_(torch.linalg.vector_norm(numbers, math.inf))
+        high.copy_(torch.linalg.vector_norm(numbers, math.inf))
+        low.copy_(high)
 
 
 def _small_gradient(optimizer: Optimizer) -> Tensor | None:
