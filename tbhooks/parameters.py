@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from tbhooks import select, shards, together
 from tbhooks.buffer import NO_SITE, Recorder, Wanted, can_be_one_of_many
 from tbhooks.copies import Copies
-from tbhooks.frame import RAW_GRADIENT_NORM, Site
+from tbhooks.frame import MISSING_GRADIENT, RAW_GRADIENT_NORM, Site
 from tbhooks.kernel import NOWHERE
 from tbhooks.norms import total_norm
 from tbhooks.report import Report
@@ -66,6 +66,7 @@ class ParameterReader:
         self._tensors: dict[int, nn.Parameter] = {}
         self._read: set[int] = set()
         self._read_gradients: set[int] = set()
+        self._without_gradient: set[int] = set()
         self._before.forget()
         self._marks: dict[int, _Mark] = {}
         # What a scaler has multiplied a parameter's gradient by, and not yet divided it by.
@@ -154,6 +155,8 @@ class ParameterReader:
                 self._read_weight(key, batch, keep=False)
                 if self._tensors[key].grad is not None:
                     self._read_gradient(key, batch, self._scales.get(key))
+            for key in self._without_gradient - self._read_gradients:
+                self._recorder.scalar(MISSING_GRADIENT + self._paths[key], 1.0)
 
     @contextlib.contextmanager
     def _batch(self) -> Iterator[_Batch]:
@@ -239,6 +242,7 @@ class ParameterReader:
             return
         if gradient is None:
             if self._tensors[key].requires_grad:
+                self._without_gradient.add(key)
                 self._report.cannot_see(f"weight_gradient/{self._paths[key]}", "no gradient reached it")
             return
         if self._report.unseen:

@@ -1,7 +1,8 @@
 """Where NaN came from: before weights are touched, the step's passes are run once more with every hook on.
 
 Only when asked for, because it looks at the gradients of every step, which waits for the device, and keeps the
-inputs of a step until it ends. The model is left as it was: gradients, buffers, random numbers, mode.
+inputs of a step, and what its modules held before it, until it ends. The model and everything else that a pass may
+change is left as it was (untouched.py).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -29,6 +30,7 @@ from tbhooks.probe import Probe
 from tbhooks.report import Report
 from tbhooks.select import Selector
 from tbhooks.stats import INFS, NANS
+from tbhooks.untouched import Snapshot, untouched
 
 UNKNOWN = "it cannot be known where it began"
 
@@ -39,8 +41,7 @@ class _Pass:
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    random: tuple[Tensor, list[Tensor]]
-    buffers: list[tuple[Tensor, Tensor]]
+    before: Snapshot
     autocast: list[tuple[str, torch.dtype]]
     gradients: dict[str, Tensor] = field(default_factory=dict)
     """Of its outputs, by index, as backward brought them."""
@@ -115,8 +116,12 @@ class Replay:
             return False  # a scaler has noticed, and the optimizer will leave this step out
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         with torch.no_grad():
-            sums = [_values(gradient).sum(dtype=torch.float32).to(gradients[0].device) for gradient in gradients]
-            return bool(sums) and not bool(torch.stack(sums).isfinite().all())
+            numbers = [_values(gradient) for gradient in gradients]
+            sums = [each.sum(dtype=torch.float32).to(numbers[0].device) for each in numbers]
+            if not sums or bool(torch.stack(sums).isfinite().all()):
+                return False
+            # Large finite numbers overflow a sum, too: only the numbers themselves decide.
+            return not all(bool(each.isfinite().all()) for each in numbers)
 
     def finding(self, step: int, run_again: bool) -> Finding:
         """What is to be told of it."""
@@ -137,10 +142,7 @@ class Replay:
             return Culprit(None, f"it needs other ranks to run, and one cannot do it alone: {UNKNOWN}")
         self._running = True
         try:
-            with _left_as_it_is(model), run_eagerly(), _everything_read(model, self._probe) as recorder, shards.alone():
-                for kept in self._passes:
-                    _run_again(model, kept)
-                frames = recorder.pack(0, 0).frames()
+            frames = self._run_all_again(model)
         except Exception as problem:
             self._report.error("replay", problem)
             return Culprit(None, f"it could not be run again ({type(problem).__name__}): {UNKNOWN}")
@@ -155,6 +157,22 @@ class Replay:
             return Culprit(None, f"an output was not finite, and is when run again: {UNKNOWN}")
         return culprit
 
+    def _run_all_again(self, model: nn.Module) -> Sequence[Frame]:
+        given = [tensor for kept in self._passes for _, tensor in outputs.inputs(kept.args, kept.kwargs)]
+        with (
+            _without_hooks_of(self._probe),
+            untouched(model, {}, more=given) as unrestored,
+            run_eagerly(),
+            _everything_read(model) as recorder,
+            shards.alone(),
+        ):
+            for kept in self._passes:
+                _run_again(model, kept)
+            frames = recorder.pack(0, 0).frames()
+        for note in unrestored:
+            self._report.tell(f"replay: {note}")
+        return frames
+
 
 def _keep_gradient(kept: dict[str, Tensor], index: str, gradient: Tensor | None) -> None:
     if gradient is not None:
@@ -164,56 +182,40 @@ def _keep_gradient(kept: dict[str, Tensor], index: str, gradient: Tensor | None)
 def _values(gradient: Tensor) -> Tensor:
     local = shards.here(gradient)
     gradient = gradient if local is None else local
-    return gradient.coalesce().values() if gradient.layout is torch.sparse_coo else gradient
+    gradient = gradient.coalesce().values() if gradient.layout is torch.sparse_coo else gradient
+    gradient = torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
+    return gradient.float() if gradient.dtype.itemsize == 1 else gradient  # float8 knows no isfinite
 
 
 def _kept(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Pass:
     devices = {parameter.device.type for parameter in model.parameters()} | {"cpu"}
     autocast = [(d, torch.get_autocast_dtype(d)) for d in sorted(devices) if torch.is_autocast_enabled(d)]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    return _Pass(args, kwargs, _random(), buffers, autocast)
-
-
-def _random() -> tuple[Tensor, list[Tensor]]:
-    on_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-    return torch.get_rng_state(), on_devices
-
-
-def _set_random(state: tuple[Tensor, list[Tensor]]) -> None:
-    torch.set_rng_state(state[0])
-    if state[1]:
-        torch.cuda.set_rng_state_all(state[1])
+    return _Pass(args, kwargs, Snapshot(model, hooks=False), autocast)
 
 
 @contextlib.contextmanager
-def _everything_read(model: nn.Module, usual: Probe) -> Iterator[Recorder]:
-    """Hooks of its own on every module, and none of the watch's."""
-    recorder = Recorder(("activation", "gradient"))
-    probe = Probe(model, Selector(model, None, None), recorder, Report())
+def _without_hooks_of(usual: Probe) -> Iterator[None]:
     was_open = usual.gate.open
     usual.remove()
     try:
-        recorder.begin(with_buckets=False)
-        probe.begin(attach=True)
-        yield recorder
+        yield
     finally:
-        probe.abandon()
         if was_open or usual.gate.was_compiled:
             usual.placement.put_on()
             usual.gate.open = was_open
 
 
 @contextlib.contextmanager
-def _left_as_it_is(model: nn.Module) -> Iterator[None]:
-    random = _random()
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+def _everything_read(model: nn.Module) -> Iterator[Recorder]:
+    """Hooks of its own on every module."""
+    recorder = Recorder(("activation", "gradient"))
+    probe = Probe(model, Selector(model, None, None), recorder, Report())
     try:
-        yield
+        recorder.begin(with_buckets=False)
+        probe.begin(attach=True)
+        yield recorder
     finally:
-        _set_random(random)
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
+        probe.abandon()
 
 
 def run_eagerly() -> contextlib.AbstractContextManager[Any]:
@@ -225,10 +227,7 @@ def run_eagerly() -> contextlib.AbstractContextManager[Any]:
 
 
 def _run_again(model: nn.Module, kept: _Pass) -> None:
-    _set_random(kept.random)
-    with torch.no_grad():
-        for buffer, value in kept.buffers:
-            buffer.copy_(value)
+    kept.before.restore()
     with contextlib.ExitStack() as around:
         for device, dtype in kept.autocast:
             around.enter_context(torch.autocast(device, dtype))

@@ -1,8 +1,8 @@
 """A model left exactly as it was, for a pass that is not part of its training.
 
-What a pass may change is kept aside and put back: attributes of modules, buffers, gradients, random numbers,
-modes. That costs one copy of the buffers. Parameters are not copied: a forward that changes one in place is
-told about, and cannot be undone.
+What a pass may change is kept aside and put back: attributes of modules, buffers, tensors and arrays that are
+attributes, gradients, random numbers, modes. That costs one copy of the buffers and of those tensors. Parameters are
+not copied: a forward that changes one in place is told about, and cannot be undone.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import random
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,28 +21,64 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 _CONTAINERS = (dict, list, set, deque)
 _ABSENT = object()
+_HOOK_TABLES = frozenset(name for name in vars(nn.Module()) if "hooks" in name)
+# Torch's own tables, which hold modules, parameters and buffers.
+_TABLES = _HOOK_TABLES | {"_parameters", "_buffers", "_modules"}
+# Containers among the attributes of a module are looked into so deep, and if they are no longer than this: a
+# vocabulary is not searched for tensors.
+_DEPTH, _LONGEST = 3, 1000
+
+PutBack = Callable[[], object]
+
+
+class Snapshot:
+    """What modules, their buffers and random numbers are at this moment; `restore` may be called any number of times.
+
+    Parameters are not in it. `hooks=False` leaves the hooks on modules out.
+    """
+
+    def __init__(self, model: nn.Module, more: Iterable[Tensor] = (), hooks: bool = True) -> None:
+        tensors = [*model.buffers(), *plain_tensors(model).values(), *more]
+        self.tensors = [tensor for tensor in tensors if _can_be_copied(tensor)]
+        devices = {tensor.device.type for tensor in (*model.parameters(), *tensors)}
+        left_out = frozenset() if hooks else _HOOK_TABLES
+        self._attributes = [(module, dict(vars(module))) for module in model.modules()]
+        self._put_back: list[PutBack] = [
+            *(partial(_put_back_bits, tensor.detach(), tensor.detach().clone()) for tensor in self.tensors),
+            *(put_back for module in model.modules() for put_back in _contents(module, left_out)),
+            *_random_numbers(devices),
+        ]
+
+    def restore(self) -> None:
+        for module, attributes in self._attributes:
+            _put_back_attributes(module, attributes)
+        for put_back in self._put_back:
+            put_back()
 
 
 @contextlib.contextmanager
-def untouched(model: nn.Module, inputs: Mapping[str, Tensor]) -> Iterator[list[str]]:
-    """Puts everything back in the end, an exception or not; then the list holds what could not be, in words."""
+def untouched(model: nn.Module, inputs: Mapping[str, Tensor], more: Iterable[Tensor] = ()) -> Iterator[list[str]]:
+    """Puts everything back in the end, an exception or not; then the list holds what could not be, in words.
+
+    Inputs that the pass changes in place are told about; what `more` holds is put back.
+    """
     notes: list[str] = []
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     tensors = [*parameters.values(), *buffers.values()]
     with contextlib.ExitStack() as undo:
         undo.enter_context(torch.set_grad_enabled(torch.is_grad_enabled()))
         undo.enter_context(_uncached_autocast())
-        undo.enter_context(_random_numbers({tensor.device.type for tensor in (*tensors, *inputs.values())}))
+        undo.callback(_call_all, _random_numbers({tensor.device.type for tensor in inputs.values()}))
         told = {f"input {index}".rstrip(): tensor for index, tensor in inputs.items()}
-        undo.enter_context(_changes_told({**_plain_tensors(model), **parameters, **told}, notes))
-        for module in model.modules():
-            undo.callback(_put_back, module, dict(vars(module)), _contents(module))
+        plain = {name: tensor for name, tensor in plain_tensors(model).items() if not _can_be_copied(tensor)}
+        undo.enter_context(_changes_told({**plain, **parameters, **told}, notes))
+        before = Snapshot(model, more)
+        for tensor in before.tensors:
+            if not tensor.is_inference():
+                undo.enter_context(_unsafe_preserve_version_counter(tensor))
+        undo.callback(before.restore)
         for tensor in tensors:
             undo.callback(_put_back_tensor, tensor, tensor.detach(), tensor.requires_grad)
-        for buffer in buffers.values():
-            if not buffer.is_inference():
-                undo.enter_context(_unsafe_preserve_version_counter(buffer))
-            undo.callback(_put_back_bits, buffer.detach(), buffer.detach().clone())
         undo.enter_context(gradients_aside(tensors))
         yield notes
 
@@ -79,19 +116,26 @@ def _uncached_autocast() -> Iterator[None]:
         torch.set_autocast_cache_enabled(enabled)
 
 
-@contextlib.contextmanager
-def _random_numbers(device_types: set[str]) -> Iterator[None]:
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    try:
-        with contextlib.ExitStack() as devices:
-            for kind in device_types - {"cpu"}:
-                every = range(torch.get_device_module(kind).device_count())
-                devices.enter_context(torch.random.fork_rng(every, device_type=kind))
-            yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
+def _random_numbers(device_types: set[str]) -> list[PutBack]:
+    """What puts the generators of Python, NumPy and torch back to where they are now."""
+    found: list[PutBack] = [
+        partial(random.setstate, random.getstate()),
+        partial(np.random.set_state, np.random.get_state()),
+        partial(torch.set_rng_state, torch.get_rng_state()),
+    ]
+    for kind in device_types - {"cpu", "meta"}:
+        module = torch.get_device_module(kind)
+        if kind == "mps":  # which is but one
+            found.append(partial(module.set_rng_state, module.get_rng_state()))
+        else:
+            every = range(module.device_count())
+            found += [partial(module.set_rng_state, module.get_rng_state(i), i) for i in every]
+    return found
+
+
+def _call_all(functions: Iterable[PutBack]) -> None:
+    for function in functions:
+        function()
 
 
 @contextlib.contextmanager
@@ -109,40 +153,72 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _plain_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Those that are attributes of modules, and neither parameters nor buffers."""
-    return {
-        f"{path}.{name}".lstrip("."): value
-        for path, module in model.named_modules()
-        for name, value in vars(module).items()
-        if isinstance(value, Tensor)
-    }
+def plain_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Those that modules hold as attributes, alone or in containers, and that are neither parameters nor buffers."""
+    known = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    found: dict[str, Tensor] = {}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            for index, item in _held(value) if name not in _TABLES else ():
+                if isinstance(item, Tensor) and id(item) not in known:
+                    known.add(id(item))
+                    found[f"{path}.{name}{index}".lstrip(".")] = item
+    return found
 
 
-def _contents(module: nn.Module) -> list[tuple[Any, Any]]:
-    """What is in the containers among its attributes, torch's own tables of parameters and hooks among them."""
-    kept: list[tuple[Any, Any]] = []
-    for value in vars(module).values():
-        if isinstance(value, _CONTAINERS):
-            kept.append((value, value.copy()))
-        elif isinstance(value, torch.Generator):
-            kept.append((value, value.get_state()))
-    return kept
+def _held(value: object, index: str = "", depth: int = _DEPTH) -> Iterator[tuple[str, object]]:
+    """A value, and what is in it if it is a container."""
+    yield index, value
+    if depth and isinstance(value, (*_CONTAINERS, tuple)) and len(value) <= _LONGEST:
+        for key, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
+            yield from _held(item, f"{index}[{key}]", depth - 1)
 
 
-def _put_back(module: nn.Module, attributes: dict[str, Any], contents: list[tuple[Any, Any]]) -> None:
+def _can_be_copied(tensor: Tensor) -> bool:
+    plain = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized and not tensor.is_meta
+    return plain and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def _contents(module: nn.Module, left_out: frozenset[str]) -> Iterator[PutBack]:
+    """What puts back what is inside its attributes, torch's own tables of parameters and hooks among them."""
+    for name, value in vars(module).items():
+        if name not in left_out:
+            for _, item in _held(value, depth=0 if name in _TABLES else _DEPTH):
+                put_back = _content(item)
+                if put_back is not None:
+                    yield put_back
+
+
+def _content(value: Any) -> PutBack | None:
+    put_back: PutBack | None = None
+    if isinstance(value, _CONTAINERS):
+        put_back = partial(_put_back_container, value, value.copy())
+    elif isinstance(value, torch.Generator):
+        put_back = partial(value.set_state, value.get_state())
+    elif isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
+        put_back = partial(value.setstate, value.getstate())
+    elif isinstance(value, np.random.RandomState):
+        put_back = partial(value.set_state, value.get_state())
+    elif isinstance(value, np.random.Generator):
+        put_back = partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+    elif isinstance(value, np.ndarray) and value.flags.writeable:
+        put_back = partial(np.copyto, value, value.copy())
+    return put_back
+
+
+def _put_back_attributes(module: nn.Module, attributes: dict[str, Any]) -> None:
     now = vars(module)
     for name in now.keys() - attributes.keys():
         del now[name]
     for name, value in attributes.items():
         if now.get(name, _ABSENT) is not value:
             now[name] = value
-    for container, content in contents:
-        if isinstance(container, torch.Generator):
-            container.set_state(content)
-        elif not _is_same(container, content):
-            container.clear()
-            (container.extend if isinstance(container, list | deque) else container.update)(content)
+
+
+def _put_back_container(container: Any, content: Any) -> None:
+    if not _is_same(container, content):
+        container.clear()
+        (container.extend if isinstance(container, list | deque) else container.update)(content)
 
 
 def _is_same(container: Any, content: Any) -> bool:

@@ -139,7 +139,7 @@ def test_training_on_the_device_is_bit_identical() -> None:
     assert trace == zoo.train(on_device)
 
 
-def test_an_unlogged_step_launches_one_small_sum_more_than_a_bare_one() -> None:
+def test_an_unlogged_step_launches_one_small_reduction_more_than_a_bare_one() -> None:
     on_device = zoo.moved(zoo.ZOO["cnn"], simulated.to_device, simulated.put)
 
     def launches(before: Callable[[nn.Module], Any]) -> list[int]:

@@ -395,3 +395,49 @@ def test_weights_updated_by_hand_have_every_number_but_the_update(loop: Loop, na
 @pytest.mark.parametrize("loop", ONLY_RUN.values(), ids=ONLY_RUN)
 def test_a_model_that_is_only_run_forward_shows_activations_and_weights(loop: Loop, every: int) -> None:
     check(loop, every, "vit", step="forward")
+
+
+# --- Weights without a gradient -------------------------------------------------------------------
+
+
+def missing(watching: tbhooks.Watch) -> list[set[str]]:
+    """Of each frame, the weights it says had no gradient when their optimizer stepped."""
+    mark = "weight_gradient.missing/"
+    return [{tag.removeprefix(mark) for tag in frame.scalars if tag.startswith(mark)} for frame in watching.history]
+
+
+@pytest.mark.parametrize("make", [SGD, AdamW, LBFGS])
+def test_a_frame_tells_which_weights_of_an_optimizer_had_no_gradient(make: Callable[..., Optimizer]) -> None:
+    """Those that require one: not the frozen ones, nor those that no optimizer has."""
+    model = nn.ModuleDict({name: nn.Linear(4, 4, bias=False) for name in ("cut", "used", "frozen", "left_out")})
+    model["frozen"].requires_grad_(False)
+    optimizer = make([p for name, p in model.named_parameters() if not name.startswith("left_out")], lr=0.01)
+
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        found = model["used"](model["frozen"](model["cut"](torch.ones(2, 4)).detach())).square().mean()
+        found.backward()
+        return found
+
+    with tbhooks.watch(model, every=2, rules=()) as watching:
+        for _ in range(4):
+            if make is LBFGS:
+                optimizer.step(loss)
+            else:
+                loss()
+                optimizer.step()
+    assert watching.stats.errors == 0
+    assert missing(watching) == [{"cut.weight"}, {"cut.weight"}]
+
+
+def test_a_weight_whose_gradient_comes_later_in_the_step_has_one() -> None:
+    model = nn.ModuleDict({"one": nn.Linear(4, 1), "other": nn.Linear(4, 1)})
+    optimizer = SGD(model.parameters(), lr=0.01)
+    with tbhooks.watch(model, every=1, rules=()) as watching:
+        for _ in range(2):
+            for part in ("one", "other"):
+                optimizer.zero_grad()
+                model[part](torch.ones(2, 4)).sum().backward()
+                optimizer.step()
+            watching.step()
+    assert missing(watching)[-1] == set()

@@ -389,8 +389,11 @@ def test_parameters_the_forward_itself_changes_are_told() -> None:
                 x += 1
             return self.inner(x)
 
-    frame = peek(Writes(), torch.ones(1, 2))
-    assert frame.notes == ("changed in place by the pass itself, and left so: plain, inner.weight, input",)
+    model = Writes()
+    frame = peek(model, torch.ones(1, 2))
+    assert frame.notes == ("changed in place by the pass itself, and left so: inner.weight, input",)
+    assert model.plain.tolist() == [0.0, 0.0], "tensors that are attributes are put back as buffers are"
+    assert model.plain._version == 0
 
 
 def test_a_forward_that_switches_gradients_off_does_so_for_itself_alone() -> None:

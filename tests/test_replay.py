@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -114,12 +116,12 @@ def test_raise_and_replay_together_name_the_module_in_the_exception() -> None:
 
 
 def test_what_cannot_be_known_is_said() -> None:
-    class Sometimes(Forward):
-        times = 0
+    times: list[bool] = []  # outside of the model, so that nobody can put it back
 
+    class Sometimes(Forward):
         def forward(self, x: Tensor) -> Tensor:
-            self.times += self.sick
-            return x * float("nan") if self.sick and self.times == 1 else x
+            times.append(self.sick)
+            return x * float("nan") if self.sick and sum(times) == 1 else x
 
     watching, _ = train(build(Sometimes()), lambda w: w.on_nonfinite("replay"))
     (finding,) = replayed(watching)
@@ -192,3 +194,125 @@ def test_a_finding_that_comes_while_earlier_ones_are_being_written_is_written_to
         w._unwritten = Interrupted(first, later)
         written = [w._judged(make_frame(step)).findings for step in range(3)]
     assert [finding for findings in written for finding in findings] == [first, later]
+
+
+class Stateful(Forward):
+    """Draws from every generator there is and keeps count in every way there is; its output depends on all of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.bound = torch.zeros(8)
+        self.written = torch.zeros(8)
+        self.table = {"calls": 0, "tensors": [torch.zeros(8)]}
+        self.array = np.zeros(8)
+        self.generator = torch.Generator().manual_seed(1)
+        self.python, self.numpy = random.Random(1), np.random.default_rng(1)
+        self.register_buffer("average", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.bound = self.bound + 1
+        with torch.no_grad():
+            self.written += 1
+            self.table["tensors"][0].add_(1)
+        self.table["calls"] += 1
+        self.array += 1
+        self.average = 0.9 * self.average + 0.1 * x.detach().mean(dim=0)
+        kept = torch.tensor([random.random() > 0.3 for _ in range(8)]) * torch.from_numpy(np.random.rand(8) > 0.3)
+        noise = torch.rand(8, generator=self.generator) + self.python.random() + self.numpy.random()
+        counts = self.calls + self.table["calls"] + self.bound + self.written + self.table["tensors"][0]
+        x = x * kept + 0.01 * noise.float() + 0.01 * counts + torch.from_numpy(self.array).float() + self.average
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_a_replay_changes_no_bit_of_training_whatever_modules_keep_and_draw(micro_batches: int) -> None:
+    def clean(optimizer: Any, *_: Any) -> None:
+        """After the watch has looked at them, the gradients of the sick step are set to zero: training goes on."""
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.grad.nan_to_num_(0.0, 0.0, 0.0)
+
+    def run(watch: Any) -> Any:
+        random.seed(0)
+        np.random.seed(0)
+        model = build(Stateful())
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda p: seen.append(bool(p.grad.isfinite().all())))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        watching = tbhooks.watch(model, every=5) if watch else None
+        if watching is not None:
+            watching.on_nonfinite("replay")
+        optimizer.register_step_pre_hook(clean)
+        for step in range(12):
+            for part in range(micro_batches):
+                model[4].sick = step == SICK and part == micro_batches - 1
+                model(torch.randn(16, 8)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if watching is not None:
+            (finding,) = replayed(watching)
+            assert finding.site.path == "4"
+            watching.close()
+        module = model[4]
+        tensors = (*model.parameters(), *model.buffers(), module.bound, module.written, module.table["tensors"][0])
+        drawn = (random.random(), np.random.rand(), module.python.random(), module.numpy.random())
+        states = (zoo.raw(torch.get_rng_state()), zoo.raw(module.generator.get_state()))
+        counts = (module.calls, module.table["calls"], module.array.tolist())
+        return [zoo.raw(tensor) for tensor in tensors], drawn, states, counts
+
+    seen: list[bool] = []
+    bare = run(False)
+    assert not all(seen)
+    seen.clear()
+    assert run(True) == bare
+    assert len(seen) == 12 * 6 * micro_batches, "hooks on gradients are not called by a replay"
+
+
+def test_a_pass_is_run_again_from_what_modules_held_before_it() -> None:
+    class Third(Forward):
+        """Sick in its third call, by its own count."""
+
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return x * float("nan") if self.calls == 3 else x
+
+    watching, _ = train(build(Third()), lambda w: w.on_nonfinite("replay"), steps=3)
+    (finding,) = replayed(watching)
+    assert (finding.site.path, finding.site.kind) == ("4", "activation")
+
+
+def test_an_input_that_the_model_writes_to_is_left_as_the_training_left_it() -> None:
+    class Writes(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                x += 1
+            return x * float("inf")
+
+    model = nn.Sequential(Writes(), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    given = torch.zeros(2, 4)
+    with tbhooks.watch(model, every=5) as watching:
+        watching.on_nonfinite("replay")
+        model(given).sum().backward()
+        optimizer.step()
+        assert len(replayed(watching)) == 1
+    assert given.tolist() == [[1.0] * 4] * 2
+
+
+def test_a_parameter_that_the_forward_writes_to_is_named() -> None:
+    class Clamps(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.weight.clamp_(-1.0, 1.0)
+            return super().forward(x) * float("nan")
+
+    model = nn.Sequential(Clamps(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with tbhooks.watch(model, every=5) as watching:
+        watching.on_nonfinite("replay")
+        model(torch.zeros(2, 4)).sum().backward()
+        optimizer.step()
+    assert [m for m in watching.stats.messages if m.startswith("replay: changed in place") and "0.weight" in m]

@@ -19,7 +19,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+import tbhooks
 from tbhooks import cli, overview, rules, runs
 from tbhooks.frame import Finding, Frame, Site
 from tbhooks.runs import compare, digest
@@ -418,3 +420,17 @@ def test_a_training_killed_with_kill_9_is_reported_up_to_its_last_step(tmp_path:
     assert all("train/loss" in frame.scalars for frame in read.frames[:-2])
     assert f"{len(read.frames)} logged steps, 0 to {read.frames[-1].step}" in done.stdout
     assert [problem for problem in read.problems if "cut short" not in problem] == []
+
+
+def test_check_fails_for_a_learning_rate_that_rewrites_the_weights(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=20.0)
+    with tbhooks.watch(model, tmp_path / "run", every=1):
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(16, 4)).square().mean().backward()
+            optimizer.step()
+    done = said("check", tmp_path / "run")
+    assert done.returncode == 1
+    assert "error: step 0: update_ratio" in done.stdout

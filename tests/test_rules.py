@@ -77,13 +77,13 @@ def test_a_rule_explains_itself_and_all_its_thresholds(rule: ShippedRule) -> Non
 
 
 def test_a_rule_shows_its_thresholds() -> None:
-    assert repr(rules.exploding_gradient) == "exploding_gradient(factor=30.0, depth=10000.0)"
+    assert repr(rules.exploding_gradient) == "exploding_gradient(factor=30.0, depth=10000.0, least_frames=4)"
     assert repr(non_finite) == "non_finite()"
 
 
 def test_a_threshold_makes_a_copy() -> None:
     stricter = rules.exploding_gradient(factor=20)
-    assert repr(stricter) == "exploding_gradient(factor=20, depth=10000.0)"
+    assert repr(stricter) == "exploding_gradient(factor=20, depth=10000.0, least_frames=4)"
     assert rules.exploding_gradient.thresholds["factor"] == 30.0
     assert (stricter.name, stricter.__doc__) == ("exploding_gradient", rules.exploding_gradient.__doc__)
 
@@ -153,7 +153,7 @@ def test_an_evaluation_is_judged_for_finite_numbers() -> None:
 
 
 def test_an_evaluation_between_two_training_steps_is_not_compared_with() -> None:
-    training = [make_frame(step, {gradient("a"): wave(1.0)}, scalars={"train.grad_norm": 1.0}) for step in range(3)]
+    training = [make_frame(step, {gradient("a"): wave(1.0)}, scalars={"train.grad_norm": 1.0}) for step in range(4)]
     exploded = make_frame(9, {gradient("a"): wave(99.0)}, scalars={"train.grad_norm": 99.0})
     between = evaluated(make_frame(2, {activation("a"): wave(1.0)}))
     assert judged(rules.exploding_gradient, [*training, between, exploded])
@@ -299,29 +299,55 @@ def norms(*totals: float, data: Data | None = None) -> list[Frame]:
 
 
 def test_a_gradient_explodes_at_thirty_times_its_usual_norm() -> None:
-    assert judged(rules.exploding_gradient, norms(1.0, 1.0, 30.0)) == []
-    (finding,) = judged(rules.exploding_gradient, norms(1.0, 1.0, 30.1))
+    usual = [1.0] * 4
+    assert judged(rules.exploding_gradient, norms(*usual, 30.0)) == []
+    (finding,) = judged(rules.exploding_gradient, norms(*usual, 30.1))
     assert finding.severity == "error"
     assert finding.evidence["usual"] == 1.0
-    assert judged(rules.exploding_gradient(factor=20), norms(1.0, 1.0, 20.1))
+    assert judged(rules.exploding_gradient(factor=20), norms(*usual, 20.1))
+
+
+def test_a_usual_norm_is_known_after_four_logged_steps() -> None:
+    assert judged(rules.exploding_gradient, norms(1e-3, 99.0)) == []
+    assert judged(rules.exploding_gradient, norms(1e-3, 1e-3, 1e-3, 99.0)) == []
+    assert judged(rules.exploding_gradient, norms(1e-3, 1e-3, 1e-3, np.nan, 99.0)) == []
+    assert judged(rules.exploding_gradient, norms(1e-3, 1e-3, 1e-3, 1e-3, 99.0))
+    assert judged(rules.exploding_gradient(least_frames=2), norms(1.0, 1.0, 99.0))
 
 
 def test_one_hard_batch_after_convergence_is_no_explosion() -> None:
     assert judged(rules.exploding_gradient, norms(1.0, *[1e-6] * 20, 10.0)) == []
 
 
-def test_the_norm_before_clipping_counts() -> None:
-    clipped = [
-        make_frame(i, {FIRST: GOOD}, scalars={"train.grad_norm": 1.0, "train.grad_norm_raw": raw})
-        for i, raw in enumerate((1.0, 1.0, 99.0))
+def clipped(*pairs: tuple[float, float]) -> list[Frame]:
+    """Norms of all gradients, as the optimizer used them and before."""
+    return [
+        make_frame(i, {FIRST: GOOD}, scalars={"train.grad_norm": used, "train.grad_norm_raw": raw})
+        for i, (used, raw) in enumerate(pairs)
     ]
-    assert judged(rules.exploding_gradient, clipped)
+
+
+def test_where_the_script_clips_the_norm_before_it_is_information() -> None:
+    (finding,) = judged(rules.exploding_gradient, clipped(*[(1.0, 1.0)] * 4, (1.0, 99.0)))
+    assert finding.severity == "info"
+    assert finding.message.startswith("the norm of all gradients before clipping, which left 1 of it, is 99")
+    assert "gradient clipping" not in finding.message
+    assert judged(rules.exploding_gradient, clipped(*[(1.0, 20.0)] * 4, (1.0, 99.0))) == []
+
+
+def test_where_clipping_leaves_too_much_it_is_an_explosion() -> None:
+    (finding,) = judged(rules.exploding_gradient, clipped(*[(1.0, 1.0)] * 4, (50.0, 99.0)))
+    assert finding.severity == "error"
+    assert "is 50, 50 times its usual 1" in finding.message
+    (finding,) = judged(rules.exploding_gradient, clipped(*[(1.0, 1.0)] * 4, (99.0, 99.0)))
+    assert finding.severity == "error"
 
 
 def test_an_explosion_is_placed_at_the_first_module_on_the_way_back() -> None:
     calm = {gradient(path): wave(1.0) for path in ("head", "body", "stem")}
     wild = {gradient("head"): wave(2.0), gradient("body"): wave(50.0), gradient("stem"): wave(60.0)}
-    (finding,) = judged(rules.exploding_gradient, [norms(1.0, data=calm)[0], *norms(1.0, 50.0, data=wild)[1:]])
+    frames = [*norms(*[1.0] * 4, data=calm), *norms(*[1.0] * 4, 50.0, data=wild)[4:]]
+    (finding,) = judged(rules.exploding_gradient, frames)
     assert (finding.site, finding.evidence["others"]) == (gradient("body"), 1)
 
 
@@ -351,6 +377,30 @@ def test_a_gradient_vanishes_below_a_hundred_thousandth_in_two_frames() -> None:
 
 def test_a_faint_branch_is_no_vanishing_when_the_first_layers_are_reached() -> None:
     assert alike(rules.vanishing_gradient, fading(1, 1, 0, 1e-9, 1e-9, 1e-9, 1)) == []
+
+
+NOTHING = {**of_parameter("a.weight", wave(1.0), np.zeros(64)), **of_parameter("b.weight", wave(1.0), np.zeros(8))}
+
+
+def test_gradients_that_are_all_zero_from_the_start_are_an_error() -> None:
+    assert alike(rules.vanishing_gradient, NOTHING, 3) == []
+    (finding,) = alike(rules.vanishing_gradient, NOTHING, 4)
+    assert (finding.severity, finding.site) == ("error", None)
+    assert finding.message.startswith("every gradient of every weight is exactly zero (step 30, since step 0)")
+    some = {**NOTHING, Site("b.weight", "weight_gradient"): [0.0] * 7 + [1e-30]}
+    assert alike(rules.vanishing_gradient, some, 4) == []
+    assert alike(rules.vanishing_gradient, {activation("a"): wave(1.0)}, 4) == []
+
+
+@pytest.mark.parametrize(("loss", "severity"), [(None, "warning"), (2.3, "warning"), (0.0, "info")])
+def test_gradients_that_have_become_zero_are_a_warning_unless_the_loss_is_zero_too(
+    loss: float | None, severity: str
+) -> None:
+    logged = {} if loss is None else {"train/loss": loss}
+    frames = [make_frame(i, NOTHING, scalars={"train.grad_norm": float(i == 0), **logged}) for i in range(5)]
+    (finding,) = judged(rules.vanishing_gradient, frames)
+    assert finding.severity == severity
+    assert "was not before" in finding.message
 
 
 def test_a_gradient_that_is_cut_off_does_not_fade() -> None:
@@ -385,6 +435,52 @@ def test_the_first_frame_explodes_by_depth() -> None:
         activation("l.4")
     ]
     assert judged(rules.exploding_activation, [make_frame(0, outputs(1000, 100, 1, 0.01, 0.001))]) == []
+
+
+FINFO_MAX = [65504.0, 3.3895313892515355e38, 3.4028234663852886e38]
+
+
+@pytest.mark.parametrize("value", [*FINFO_MAX, *(v / 2 for v in FINFO_MAX), 1e4, 1e9, 1e30, 4.25e37])
+def test_a_mask_is_no_explosion(value: float) -> None:
+    scores = {activation("scores"): [-value] * 9 + [0.5, -0.25, 3.0]}
+    assert judged(rules.exploding_activation, [make_frame(0, {**outputs(1, 1, 1, 1), **scores})]) == []
+    later = [make_frame(0, outputs(1, 1, 1, 1)), make_frame(1, {**outputs(1, 1, 1, 1), **scores})]
+    assert judged(rules.exploding_activation, later) == []
+    assert judged(rules.exploding_activation, [make_frame(0, {activation("scores"): [-value] * 9, **outputs(1)})]) == []
+
+
+def test_a_mask_does_not_hide_an_explosion() -> None:
+    masked = {activation("scores"): [-FINFO_MAX[2], 0.5, 1.0]}
+    grown = {activation("scores"): [-FINFO_MAX[2], 0.5, 5000.0]}
+    frames = [make_frame(0, {**masked, **outputs(1, 1, 1)}), make_frame(1, {**grown, **outputs(1, 1, 1)})]
+    (finding,) = judged(rules.exploding_activation, frames)
+    assert finding.site == activation("scores")
+    frames[1] = make_frame(1, {**masked, **outputs(1, 1, 5000)})
+    (finding,) = judged(rules.exploding_activation, frames)
+    assert finding.site == activation("l.2")
+
+
+@pytest.mark.parametrize("values", [[-3e38, 3e38], [0.0, 3.4e38], [-123456.0, 1.0], [-65504.0, 9e3]])
+def test_large_numbers_are_no_mask(values: list[float]) -> None:
+    frame = make_frame(0, {**outputs(1, 1, 1, 1), activation("scores"): values})
+    assert judged(rules.exploding_activation, [frame])
+
+
+def test_a_mask_that_is_gone_is_no_collapse_and_one_in_float16_not_near_its_end() -> None:
+    held = {Site("a.weight", "weight"): GOOD}
+    masked, free = [-3.4028234663852886e38] * 8 + [1.0, -1.0] * 4, [1.0, -1.0] * 8
+    frames = [make_frame(i, {activation("a"): free if i else masked, **held}) for i in range(4)]
+    assert judged(rules.collapsed_variance, frames) == []
+    usual = {activation(f"l.{i}"): halves(0.1 + i, -0.7 * i - 0.3) for i in range(3)}
+    found = alike(rules.low_precision, {**usual, activation("l.2"): halves(0.1, 2.3, -65504.0)})
+    assert [finding.severity for finding in found if finding.severity != "info"] == []
+
+
+def test_an_explosion_is_an_error_once_training_has_begun() -> None:
+    at_first = make_frame(0, outputs(1, 1, 1, 1001))
+    assert [f.severity for f in judged(rules.exploding_activation, [at_first])] == ["warning"]
+    later = [make_frame(0, outputs(1, 1, 1, 1)), make_frame(1, outputs(1, 1, 1, 1001))]
+    assert [f.severity for f in judged(rules.exploding_activation, later)] == ["error"]
 
 
 # --- dead_units -----------------------------------------------------------------------------------
@@ -462,6 +558,24 @@ def test_saturation_names_curve_and_place() -> None:
     assert finding.message.startswith("curve looks like a tanh with 3.0% of its slope left")
 
 
+def test_an_lstm_is_not_advised_to_become_a_relu() -> None:
+    data = {
+        activation("lstm"): tanh_with(0.03), gradient("lstm"): wave(1.0), activation("head"): wave(1.0),
+        Site("lstm.weight_ih_l0", "weight"): wave(1.0), Site("lstm.weight_hh_l0", "weight"): wave(1.0),
+        Site("head.weight", "weight"): wave(1.0),
+    }  # fmt: skip
+    (finding,) = alike(rules.saturated, data, 3)
+    assert finding.site == activation("lstm")
+    assert "ReLU" not in finding.message
+    assert "gradient clipping" in finding.message
+    (finding,) = alike(rules.saturated, hidden(tanh_with(0.03)), 3)
+    assert "ReLU" in finding.message
+    fades = {gradient("lstm" if i == 3 else f"l.{i}"): wave(10.0 ** (-3 * i)) for i in range(6)}
+    weights = {Site("lstm.weight_hh_l0", "weight"): wave(1.0)}
+    (finding,) = alike(rules.vanishing_gradient(share=1e-8), {**fades, **weights}, 2)
+    assert "ReLU" not in finding.message
+
+
 def one_hot(positions: int, confident: float) -> np.ndarray:
     rows = np.full((64, positions), (1 - confident) / (positions - 1))
     rows[:, 0] = confident
@@ -506,7 +620,7 @@ def stepped(ratio: float, path: str = "a.weight", gradient: Any = None) -> dict[
 def test_a_step_larger_than_the_weights_is_too_large() -> None:
     assert alike(rules.update_ratio, stepped(1.0), 1) == []
     (finding,) = alike(rules.update_ratio, stepped(1.01), 1)
-    assert finding.site == Site("a.weight", "update")
+    assert (finding.site, finding.severity) == (Site("a.weight", "update"), "error")
     assert "a step rewrites the weights" in finding.message
 
 
@@ -596,6 +710,35 @@ def test_steps_that_round_to_nothing() -> None:
     assert "smaller than the precision" in finding.message
 
 
+def at_rates(*rates: float, update: float = 0.0) -> list[Finding]:
+    data = of_parameter("a.weight", wave(1.0), wave(1.0), wave(update))
+    frames = [make_frame(i, data, scalars={"train.lr/0": rate, "train.lr/1": rate}) for i, rate in enumerate(rates)]
+    return judged(rules.unchanged_weight, frames)
+
+
+def test_a_learning_rate_of_zero_from_the_start_is_an_error() -> None:
+    assert at_rates(0.0, 0.0, 0.0) == []
+    (finding,) = at_rates(0.0, 0.0, 0.0, 0.0)
+    assert (finding.severity, finding.site) == ("error", None)
+    assert finding.message.startswith("the learning rate is zero, so that no weight changes (step 3, since step 0)")
+
+
+def test_a_warm_up_that_begins_at_zero_is_meant() -> None:
+    assert at_rates(0.0, 1e-4, 2e-4, 3e-4, update=1e-3) == []
+    assert at_rates(0.0, 0.0, 0.0, 1e-4, update=1e-3) == []
+
+
+def test_training_on_after_the_schedule_has_ended_is_a_warning() -> None:
+    assert at_rates(1e-3, 1e-4, 0.0, 0.0, 0.0) == []
+    (finding,) = at_rates(1e-3, 1e-4, 0.0, 0.0, 0.0, 0.0)
+    assert finding.severity == "warning"
+    assert "any more" in finding.message
+
+
+def test_an_optimizer_that_moves_weights_at_a_rate_of_zero_is_believed() -> None:
+    assert at_rates(0.0, 0.0, 0.0, 0.0, update=1e-3) == []
+
+
 def test_a_rate_of_zero_and_a_run_that_has_converged_may_rest() -> None:
     zero = {"train.lr/0": 0.0, "train.lr/1": 0.1}
     assert judged(rules.unchanged_weight, [make_frame(i, updates(100), scalars=zero) for i in range(4)]) == []
@@ -610,7 +753,7 @@ def test_a_rate_of_zero_and_a_run_that_has_converged_may_rest() -> None:
 
 def branches() -> dict[Site, Any]:
     """A stem and a head that train, and between them a branch whose output is detached."""
-    return {
+    return {  # the branch's weight is one of `without_gradient`
         activation("stem"): wave(1.0), activation("branch.0"): wave(1.0), activation("branch"): wave(1.0),
         activation("head"): wave(1.0), gradient("head"): wave(1.0), gradient("stem"): wave(1.0),
         **of_parameter("stem.weight", wave(1.0), wave(1.0), wave(0.1)),
@@ -619,32 +762,63 @@ def branches() -> dict[Site, Any]:
     }  # fmt: skip
 
 
+def without_gradient(*paths: str) -> dict[str, float]:
+    """What tells of weights that require a gradient and had none when their optimizer stepped."""
+    return {f"weight_gradient.missing/{path}": 1.0 for path in paths}
+
+
+def cut_off(data: Data, *paths: str, count: int = 3) -> list[Finding]:
+    frames = [make_frame(10 * step, data, scalars=without_gradient(*paths)) for step in range(count)]
+    return judged(rules.missing_gradient, frames)
+
+
 def test_a_branch_that_is_detached_has_no_gradient() -> None:
-    assert alike(rules.missing_gradient, branches(), 2) == []
-    (finding,) = alike(rules.missing_gradient, branches(), 3)
+    assert cut_off(branches(), "branch.0.weight", count=2) == []
+    (finding,) = cut_off(branches(), "branch.0.weight")
     assert (finding.site, finding.evidence["others"]) == (activation("branch"), 1)
     assert "no gradient reaches branch" in finding.message
+    assert finding.severity == "warning"
+
+
+def test_a_stem_that_is_detached_has_no_gradient() -> None:
+    data = {
+        activation("stem.0"): wave(1.0), activation("stem"): wave(1.0), activation("head"): wave(1.0),
+        gradient("head"): wave(1.0), **of_parameter("stem.0.weight", wave(1.0), None, wave(0.0)),
+        **of_parameter("head.weight", wave(1.0), wave(1.0), wave(0.1)),
+    }  # fmt: skip
+    (finding,) = cut_off(data, "stem.0.weight")
+    assert (finding.site, finding.evidence["others"]) == (activation("stem"), 1)
+    assert cut_off(data) == [], "frozen on purpose, or in no optimizer"
 
 
 @pytest.mark.parametrize(
     "meant",
     [
         {gradient("branch.0"): wave(1.0), gradient("branch"): wave(1.0)},
-        {Site("branch.0.weight", "update"): None},
-        {gradient("stem"): None, Site("stem.weight", "weight_gradient"): None},
         {activation("branch"): None, activation("branch.0"): None},
     ],
-    ids=["frozen in the middle", "not in an optimizer", "frozen at the bottom", "did not run"],
+    ids=["its output has a gradient", "did not run"],
 )
 def test_a_layer_without_gradient_on_purpose(meant: dict[Site, Any]) -> None:
     data = {site: value for site, value in {**branches(), **meant}.items() if value is not None}
-    assert alike(rules.missing_gradient, data, 3) == []
+    assert cut_off(data, "branch.0.weight") == []
+    assert cut_off(branches()) == [], "frozen on purpose, or in no optimizer"
 
 
 def test_a_branch_that_has_a_gradient_now_and_then_is_used() -> None:
-    now_and_then = {**branches(), Site("branch.0.weight", "weight_gradient"): wave(1.0)}
-    frames = [make_frame(i, now_and_then if i == 1 else branches()) for i in range(3)]
-    assert judged(rules.missing_gradient, frames) == []
+    used = make_frame(1, {**branches(), Site("branch.0.weight", "weight_gradient"): wave(1.0)})
+    missing = [make_frame(i, branches(), scalars=without_gradient("branch.0.weight")) for i in range(3)]
+    assert judged(rules.missing_gradient, missing)
+    assert judged(rules.missing_gradient, [missing[0], used, missing[2]]) == []
+
+
+def test_an_optimizer_that_steps_without_any_gradient_is_an_error() -> None:
+    data = {activation("a"): wave(1.0), **of_parameter("a.weight", wave(1.0), None, wave(0.0))}
+    assert cut_off(data, "a.weight", count=2) == []
+    (finding,) = cut_off(data, "a.weight")
+    assert (finding.severity, finding.site) == ("error", None)
+    assert "loss.backward()" in finding.message
+    assert cut_off(data) == [], "everything is frozen"
 
 
 def test_a_gradient_of_zeros_is_missing() -> None:
@@ -770,8 +944,10 @@ def test_outputs_have_collapsed_below_a_twentieth_of_their_first_spread_in_two_f
     assert judged(rules.collapsed_variance, spreads(1, 0.051, 0.051)) == []
     assert judged(rules.collapsed_variance, spreads(1, 1, 0.049)) == []
     (finding,) = judged(rules.collapsed_variance, spreads(1, 0.049, 0.049))
-    assert finding.site == activation("a")
+    assert (finding.site, finding.severity) == (activation("a"), "warning")
     assert finding.evidence["since"] == 1
+    (finding,) = judged(rules.collapsed_variance, spreads(1, 0.9e-4, 0.9e-4))
+    assert finding.severity == "error"
 
 
 def test_small_outputs_zeros_and_modules_without_weights_do_not_collapse() -> None:

@@ -114,3 +114,125 @@ def test_nothing_is_waited_for() -> None:
         assert record.syncs == 0
         assert len(record.copies) == 3
     assert since(watching)[10] == 7
+
+
+LARGE = {torch.float16: 3e4, torch.bfloat16: 1e38, torch.float32: 1e37, torch.float64: 1e308}
+
+
+class Multiplied(nn.Module):
+    """One weight a sample; the gradient of each is exactly its input."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(64, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x
+
+
+def multiply(dtype: torch.dtype, gradients: list[float], reaction: str | None = None) -> tbhooks.Watch:
+    """One step with each of these as the gradient of all weights; every second step is logged."""
+    model = Multiplied(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with tbhooks.watch(model, every=2, rules=()) as watching:
+        if reaction is not None:
+            watching.on_nonfinite(reaction)
+        for gradient in gradients:
+            model(torch.full((64,), gradient, dtype=dtype)).backward(torch.ones(64, dtype=dtype))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert watching.stats.errors == 0, watching.stats.messages
+    return watching
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("dtype", LARGE)
+def test_large_finite_gradients_are_finite_although_their_sum_is_not(dtype: torch.dtype, sign: float) -> None:
+    assert not torch.full((64,), LARGE[dtype], dtype=dtype).sum(dtype=dtype).isfinite()
+    watching = multiply(dtype, [0.0, sign * LARGE[dtype], sign * LARGE[dtype]])
+    assert set(since(watching).values()) == {None}
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", LARGE)
+def test_what_is_not_finite_is_known_in_every_format(dtype: torch.dtype, bad: float) -> None:
+    assert since(multiply(dtype, [0.0, bad, 0.0])) == {0: None, 2: 1.0}
+
+
+@pytest.mark.parametrize("dtype", LARGE)
+def test_raise_lets_large_finite_gradients_pass(dtype: torch.dtype) -> None:
+    assert len(multiply(dtype, [0.0, LARGE[dtype], -LARGE[dtype]], "raise").history) == 2
+    with pytest.raises(tbhooks.FindingError):
+        multiply(dtype, [0.0, float("inf")], "raise")
+
+
+def test_a_backend_without_aminmax_is_served_by_the_infinity_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: Any, **__: Any) -> None:
+        raise NotImplementedError("aten::aminmax.out")
+
+    monkeypatch.setattr(torch, "aminmax", missing)
+    assert since(multiply(torch.float32, [0.0, 1e37, 1e37, -float("inf"), 0.0])) == {0: None, 2: None, 4: 3.0}
+
+
+def test_a_step_costs_one_reduction_of_the_gradient() -> None:
+    model = simulated.to_device(mlp())
+    optimizer = sgd(model)
+    with tbhooks.watch(model, every=100):
+        for _ in range(3):
+            model(simulated.put(torch.randn(16, 4))).square().mean().backward()
+            optimizer.step()
+        with simulated.Log() as record:
+            optimizer.step()
+        with_watch = record.launches.copy()
+    with simulated.Log() as record:
+        optimizer.step()
+    assert (with_watch - record.launches).total() == 1
+
+
+def train_until(steps: int, sick: Any, every: int = 5) -> dict[int, float | None]:
+    """Gradients are NaN in the steps that `sick` says, and in no other."""
+    watching = multiply_steps([float("nan") if sick(step) else 1.0 for step in range(steps)], every)
+    return since(watching)
+
+
+def multiply_steps(gradients: list[float], every: int) -> tbhooks.Watch:
+    model = Multiplied(torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with tbhooks.watch(model, every=every, rules=()) as watching:
+        for gradient in gradients:
+            model(torch.full((64,), gradient)).backward(torch.ones(64))
+            optimizer.step()
+            optimizer.zero_grad()
+    return watching
+
+
+def test_the_step_it_began_at_does_not_move_while_it_lasts() -> None:
+    known = train_until(24, lambda step: step >= 7)
+    assert known == {0: None, 5: None, 10: 7.0, 15: 7.0, 20: 7.0}
+
+
+def test_the_step_it_began_at_does_not_move_when_more_steps_go_by_than_can_be_put_aside(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tripwire, "MOST_STEPS", 3)
+    known = train_until(31, lambda step: step >= 7, every=10)
+    assert known == {0: None, 10: 7.0, 20: 7.0, 30: 7.0}
+
+
+def test_after_finite_steps_another_one_began_anew() -> None:
+    known = train_until(31, lambda step: step in (7, 12, 13) or step >= 22)
+    assert known == {0: None, 5: None, 10: 7.0, 15: 12.0, 20: None, 25: 22.0, 30: 22.0}
+
+
+def test_a_change_of_the_gradients_format_forgets_nothing() -> None:
+    first, second = Multiplied(torch.float64), Multiplied(torch.float32)
+    model = nn.ModuleList([first, second])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with tbhooks.watch(model, every=6, rules=(), step="optimizer") as watching:
+        for step in range(13):
+            used = first if step < 4 else second
+            numbers = torch.full((64,), float("nan") if step == 2 else 1.0, dtype=used.weight.dtype)
+            used(numbers).backward(torch.ones_like(numbers))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert since(watching) == {0: None, 6: 2.0, 12: None}

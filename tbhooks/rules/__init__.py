@@ -11,8 +11,6 @@ from collections.abc import Iterable
 from tbhooks.errors import ArgumentError, check_names
 from tbhooks.rules.backward import (
     exploding_gradient,
-    missing_gradient,
-    unchanged_weight,
     update_ratio,
     vanishing_gradient,
 )
@@ -28,6 +26,7 @@ from tbhooks.rules.forward import (
 )
 from tbhooks.rules.judge import Judge
 from tbhooks.rules.numbers import loss_spike, low_precision, non_finite
+from tbhooks.rules.untrained import missing_gradient, unchanged_weight
 
 SHIPPED = (
     non_finite,

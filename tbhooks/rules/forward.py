@@ -23,10 +23,11 @@ def exploding_activation(patient: Patient, *, factor: float = 1000.0) -> Iterato
 
     Speaks when the rms of an output is `factor` times what it was in the first frame, and `factor` times that of the
     median module and of the very first module in that frame. In the first frame itself, when it is `factor` times
-    that of the first quarter of all modules. Logits that start near zero grow a hundredfold in healthy runs.
+    that of the first quarter of all modules. Logits that start near zero grow a hundredfold in healthy runs. Values
+    that masks are made of (-torch.finfo().max, -1e9) are left out. An error once training has begun, before a warning.
     Try a lower learning rate, normalisation, or a smaller initial scale.
     """
-    now, first = patient.now("activation").stat("rms")[0], patient.first("activation").stat("rms")[0]
+    now, first = patient.now("activation").unmasked("rms")[0], patient.first("activation").unmasked("rms")[0]
     if not np.isfinite(first).any():
         return
     if len(patient.frames) == 1:
@@ -41,7 +42,8 @@ def exploding_activation(patient: Patient, *, factor: float = 1000.0) -> Iterato
             f"the output of {patient.sites('activation')[i].name} has rms {now[i]:.3g}, "
             f"{now[i] / reference[i]:.3g} times its usual {reference[i]:.3g}",
             "a lower learning rate, normalisation before it, or a smaller initial scale",
-            evidence={"rms": float(now[i]), "usual": float(reference[i]),
+            "error" if len(patient.frames) > 1 else "warning",
+            {"rms": float(now[i]), "usual": float(reference[i]),
                       "excess": float(now[i] / reference[i] / factor)},
             others=len(sick) - 1,
         )  # fmt: skip
@@ -101,7 +103,8 @@ def saturated(patient: Patient, *, slope: float = 0.1, frames: int = 3) -> Itera
     they fill -1..1 or 0..1 to the bounds, have a gradient, and feed a later layer with weights. Softmax and
     attention weights (their mean is one over a whole number), masks (no gradient) and gates or probabilities at the
     end of a model (confident on purpose) are left alone.
-    Try to normalise inputs, a smaller initial scale, a normalisation before it, or ReLU or GELU.
+    Try to normalise inputs, a smaller initial scale, a normalisation before it, or ReLU or GELU; for an LSTM, GRU or
+    RNN a lower learning rate, gradient clipping, or a smaller scale of its weights.
     """
     if len(patient.frames) < frames:
         return
@@ -115,7 +118,9 @@ def saturated(patient: Patient, *, slope: float = 0.1, frames: int = 3) -> Itera
             yield Symptom(
                 series.sites[i],
                 f"{series.sites[i].name} looks like a {curve} with {slopes[-1, i]:.1%} of its slope left",
-                "normalised inputs, a smaller initial scale, a normalisation before it, or ReLU or GELU",
+                "normalised inputs, a lower learning rate, gradient clipping, or a smaller scale of its weights"
+                if series.sites[i].path in patient.recurrent
+                else "normalised inputs, a smaller initial scale, a normalisation before it, or ReLU or GELU",
                 evidence={"slope": float(slopes[-1, i]), "excess": float(slope / max(slopes[-1, i], 1e-9))},
                 since=patient.step(frames - 1),
                 others=len(sick) - 1,
@@ -166,17 +171,22 @@ def collapsed_variance(patient: Patient, *, share: float = 0.05, frames: int = 2
 
     Speaks when the standard deviation of the output of a module with weights, or before one, is below `share` of
     what it was in the first frame, or a ten-thousandth of its own rms, in each of the last `frames` frames. Healthy
-    layers keep a third of their spread or more. Outputs that are alike for all samples, but not in all units, cannot
+    layers keep a third of their spread or more. An error if it was not so at first and the spread is a ten-thousandth
+    now: nothing is told apart any more. Outputs that are alike for all samples, but not in all units, cannot
     be told apart from healthy ones by what a frame holds.
     Try a stop-gradient or negatives in a contrastive loss, less weight decay, a smaller weight of the KL term.
     """
     if len(patient.frames) <= frames:
         return
     series = patient.last("activation", frames)
-    std, rms, first = series.stat("std"), series.stat("rms"), patient.first("activation").stat("std")[0]
+    std, rms = series.stat("std"), series.stat("rms")
+    begin = patient.first("activation")
+    first = begin.stat("std")[0]
     small = ((std < share * first) | (std < 1e-4 * rms)) & (series.stat("count") >= _FEWEST_VALUES) & (rms > 0)
     # Behind the last weights come losses, which are meant to vanish.
     judged = np.arange(len(series.sites)) <= _last_with_weights(patient)
+    judged &= ~(series.is_masked.any(axis=0) | begin.is_masked[0])
+    constant = in_every_frame(std < 1e-4 * rms) & (first >= 1e-4 * begin.stat("rms")[0])
     sick = np.flatnonzero(in_every_frame(small) & judged)
     if len(sick):
         i = sick[0]
@@ -184,7 +194,8 @@ def collapsed_variance(patient: Patient, *, share: float = 0.05, frames: int = 2
             series.sites[i],
             f"the outputs of {series.sites[i].name} have become alike: std {std[-1, i]:.3g}, at first {first[i]:.3g}",
             "a stop-gradient or negatives in a contrastive loss, less weight decay, a smaller weight of the KL term",
-            evidence={"std": float(std[-1, i]), "first": float(first[i]),
+            "error" if constant[i] else "warning",
+            {"std": float(std[-1, i]), "first": float(first[i]),
                       "excess": float(share * first[i] / max(std[-1, i], 1e-30))},
             since=patient.step(frames - 1),
             others=len(sick) - 1,
@@ -255,7 +266,7 @@ def bad_init(patient: Patient, *, factor: float = 1000.0, gain: float = 10.0) ->
 
 def _signal_through_depth(patient: Patient, factor: float, remedy: str) -> Iterator[Symptom]:
     series = patient.now("activation")
-    std = series.stat("std")[0]
+    std = np.where(series.is_masked, np.nan, series.stat("std"))[0]
     layers = [i for i, s in enumerate(series.sites) if s.path in patient.owners("weight") and 0 < std[i] < np.inf]
     if len(layers) < 3:
         return

@@ -9,7 +9,7 @@ import numpy as np
 from tbhooks.frame import NONFINITE_SINCE, SCALE, Frame, Severity, Site
 from tbhooks.rules.diagnosis import Symptom, rule, rule_of_every_frame
 from tbhooks.rules.patient import Patient, is_bias
-from tbhooks.stats import COUNT, FORMATS, INFS, MAX, MIDDLE, MIN, NANS, STATS, UPPER, ZEROS, Floats
+from tbhooks.stats import COUNT, FORMATS, INFS, MAX, MIDDLE, MIN, NANS, UPPER, ZEROS, Floats
 
 _GRADIENTS = ("gradient", "weight_gradient")
 
@@ -141,7 +141,7 @@ class _Sizes:
     def __init__(self, patient: Patient, kind: str) -> None:
         self.kind, self.sites = kind, patient.sites(kind)
         rows, counts = patient.now(kind).values[0], patient.buckets(kind)
-        self.peak = np.nan_to_num(STATS["abs_max"](rows), nan=0.0)
+        self.peak = np.nan_to_num(patient.now(kind).unmasked("abs_max")[0], nan=0.0)
         sizes = counts[:, MIDDLE:].copy()
         sizes[:, 1:] += counts[:, MIDDLE - 1 :: -1]
         sizes[:, 0] -= rows[:, ZEROS].astype(np.int64)

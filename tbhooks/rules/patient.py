@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +31,18 @@ class Series:
     def stat(self, name: str) -> Floats:
         with np.errstate(invalid="ignore", over="ignore"):
             return STATS[name](self.values)
+
+    @property
+    def is_masked(self) -> Flags:
+        """Where the least value is one that masks are made of, such as -torch.finfo().max, and no other is so large."""
+        low, high = self.stat("min"), self.stat("max")
+        far_apart = np.abs(high) <= np.where(_is_of_a_mask(low), 1e-2, 1e-15) * np.abs(low)
+        return np.asarray((low <= -_LEAST_MASK) & (far_apart | (_is_of_a_mask(low) & (low == high))))
+
+    def unmasked(self, stat: str) -> Floats:
+        """A measure of size, such as `rms`; where some values are masked, the largest of the others stands for it."""
+        low, high = self.stat("min"), self.stat("max")
+        return np.where(self.is_masked, np.where(low == high, np.nan, np.abs(high)), self.stat(stat))
 
     @property
     def present(self) -> Flags:
@@ -78,6 +91,12 @@ class Patient:
             self._owners[kind] = frozenset(owner(site.path) for site in self.sites(kind))
         return self._owners[kind]
 
+    @cached_property
+    def recurrent(self) -> frozenset[str]:
+        """Paths of the modules that are an RNN, LSTM or GRU of torch, by the names of their weights."""
+        hidden = (s.path for s in self.sites("weight") if s.path.rpartition(".")[2].startswith("weight_hh"))
+        return frozenset(owner(path) for path in hidden)
+
     @property
     def was_skipped(self) -> bool:
         """Whether a GradScaler has skipped the newest step, or one since the last frame."""
@@ -111,6 +130,20 @@ class Patient:
             if place is not None:
                 rows[i] = frame.values[place]
         return rows
+
+
+_LEAST_MASK = 1e4
+# The largest numbers of float16, bfloat16, float32 and float64; some masks are half of that.
+_LARGEST = np.array([65504.0, 2.0**128 * (1 - 2.0**-8), 2.0**128 * (1 - 2.0**-24), np.finfo(np.float64).max])
+_MASKS = np.concatenate([_LARGEST, _LARGEST / 2])
+
+
+def _is_of_a_mask(numbers: Floats) -> Flags:
+    """Whether each is the largest of a format, half of that, or a power of ten: nothing that is computed hits these."""
+    sizes = np.abs(np.nan_to_num(numbers, nan=0.0))
+    tens = np.log10(np.maximum(sizes, 1.0))
+    is_power = (sizes > 0.99 * _LEAST_MASK) & (np.abs(tens - np.round(tens)) < 1e-7)
+    return np.asarray(is_power | (np.abs(sizes[..., None] / _MASKS - 1) < 1e-3).any(axis=-1))
 
 
 def middle(numbers: Floats) -> Floats:

@@ -273,6 +273,79 @@ def zero_start() -> Patient:
     return _plain(model, predict(model))
 
 
+class _Scored(nn.Module):
+    """Attention over rows whose padding is hidden by the smallest number of the format; the scores are an output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = nn.Linear(8, 16), nn.Linear(8, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.query(x) @ self.key(x).transpose(1, 2) / 4
+        hidden = torch.arange(8) >= torch.randint(3, 9, (len(x), 1, 1))
+        return scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
+
+
+class _MaskedRows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scored, self.value, self.head = _Scored(), nn.Linear(8, 16), nn.Linear(128, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.view(-1, 8, 8)
+        return self.head((self.scored(x).softmax(dim=-1) @ self.value(x)).flatten(1))
+
+
+def masked_by_the_smallest_number() -> Patient:
+    model = _MaskedRows()
+    return _plain(model, classify(model))
+
+
+def spikes_that_are_clipped() -> Patient:
+    """Now and then a batch has a gradient a thousand times the usual, and the script clips, as language models do."""
+    model = Transformer()
+    optimizer, loss_of = adam(model), predict(model)
+
+    def step(number: int) -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(number)
+        (loss * (1000.0 if number % 60 == 50 else 1.0)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        return loss
+
+    return Patient(model, step, steps=120)
+
+
+def frozen_stem_detached() -> Patient:
+    """A backbone that is frozen on purpose and run without gradients; the optimizer is given everything."""
+    model = nn.Sequential(mlp((64, 64, 32)), nn.ReLU(), nn.Linear(32, 10))
+    model[0].requires_grad_(False)
+
+    def loss_of(number: int) -> Tensor:
+        inputs, labels = vectors()
+        with torch.no_grad():
+            features = model[0](inputs)
+        return F.cross_entropy(model[2](model[1](features)), labels)
+
+    return Patient(model, stepper(adam(model), loss_of))
+
+
+def margin_reached() -> Patient:
+    """Eight digits told apart with a margin: the loss and with it all gradients become exactly zero."""
+    model = mlp()
+    inputs, labels = vectors(8)
+    return _plain(model, lambda number: F.multi_margin_loss(model(inputs), labels), 3e-3, steps=150)
+
+
+def warm_up_logged_from_zero() -> Patient:
+    """The learning rate is zero in the first step, and every step is logged."""
+    model = mlp()
+    optimizer = adam(model)
+    schedule = LambdaLR(optimizer, lambda step: min(step / 20, 1.0))
+    return Patient(model, stepper(optimizer, classify(model), schedule=schedule), steps=40, every=1)
+
+
 def noisy_regression() -> Patient:
     model = mlp((64, 32, 1), nn.GELU)
 
@@ -309,4 +382,9 @@ HEALTHY = (
     Case("overfitting eight digits", overfitting),
     Case("branches that start at zero", zero_start),
     Case("noisy regression", noisy_regression),
+    Case("masked by the smallest number", masked_by_the_smallest_number),
+    Case("spikes that are clipped", spikes_that_are_clipped),
+    Case("frozen backbone without gradients", frozen_stem_detached),
+    Case("margin reached, loss zero", margin_reached),
+    Case("warm-up from zero, every step", warm_up_logged_from_zero),
 )

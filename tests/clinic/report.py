@@ -62,11 +62,17 @@ def rows(outcomes: Iterable[Outcome]) -> Iterator[tuple[str, ...]]:
             outcome.case.name,
             ", ".join(expected) or "nothing",
             ", ".join(finding.rule for finding in telling) or "nothing",
-            ", ".join(finding.site.path if finding.site else "the loss" for finding in telling),
+            ", ".join(_place(finding) for finding in telling),
             ", ".join(str(finding.step) for finding in telling),
             "right" if outcome.right else wrong,
             ", ".join(outcome.also),
         )
+
+
+def _place(finding: Finding) -> str:
+    if finding.site is not None:
+        return finding.site.path
+    return "the loss" if finding.rule in ("loss_spike", "non_finite") else "the whole model"
 
 
 def table(outcomes: list[Outcome]) -> str:

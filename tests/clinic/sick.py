@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim.lr_scheduler import LambdaLR
 
 from tbhooks.frame import KINDS
 from tests.clinic.ward import (
@@ -195,6 +196,57 @@ def detached_branch() -> Patient:
     return _classifier(model, adam(model))
 
 
+class _CutOff(nn.Module):
+    """A stem whose output is detached, as if it were a frozen backbone, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Sequential(nn.Linear(64, 32), nn.ReLU()), nn.Linear(32, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.stem(x).detach())
+
+
+def detached_stem() -> Patient:
+    model = _CutOff()
+    return _classifier(model, adam(model))
+
+
+def gradients_cleared_before_the_step() -> Patient:
+    model = mlp()
+    optimizer, loss_of = adam(model), classify(model)
+
+    def step(number: int) -> Tensor:
+        loss = loss_of(number)
+        loss.backward()
+        optimizer.zero_grad()
+        optimizer.step()
+        return loss
+
+    return Patient(model, step)
+
+
+def one_class() -> Patient:
+    """Cross entropy over a single class is zero whatever the model says."""
+    model = mlp((64, 32, 1))
+    return Patient(
+        model, stepper(adam(model), lambda number: F.cross_entropy(model(vectors()[0]), torch.zeros(32).long()))
+    )
+
+
+def learning_rate_zero() -> Patient:
+    """A factor of the schedule that is rounded to zero."""
+    model = cnn()
+    optimizer = adam(model)
+    schedule = LambdaLR(optimizer, lambda step: step // 1000)
+    return Patient(model, stepper(optimizer, classify(model, images), schedule=schedule))
+
+
+def learning_rate_20() -> Patient:
+    model = mlp()
+    return _classifier(model, sgd(model, 20.0))
+
+
 def multiplied_by_zero() -> Patient:
     model = mlp((64, 32, 32, 10))
     nn.init.zeros_(model[4].weight)
@@ -293,8 +345,22 @@ def gradients_below_float16() -> Patient:
 
 
 SICK = (
-    Case("learning rate x1000, MLP", learning_rate_x1000, ("update_ratio",)),
-    Case("learning rate x1000, transformer", learning_rate_x1000_transformer, ("update_ratio", "non_finite")),
+    Case("learning rate x1000, MLP", learning_rate_x1000, ("update_ratio",), severity="error"),
+    Case(
+        "learning rate x1000, transformer",
+        learning_rate_x1000_transformer,
+        ("update_ratio", "non_finite"),
+        severity="error",
+    ),
+    Case("learning rate 20", learning_rate_20, ("update_ratio",), severity="error"),
+    Case("learning rate zero", learning_rate_zero, ("unchanged_weight",), severity="error"),
+    Case("cross entropy over one class", one_class, ("vanishing_gradient",), severity="error"),
+    Case(
+        "gradients cleared before the step",
+        gradients_cleared_before_the_step,
+        ("missing_gradient",),
+        severity="error",
+    ),
     Case("loss summed by mistake", summed_by_mistake, ("exploding_gradient",), onset=50),
     Case("recurrent weights grow", recurrent_weights_grow, ("exploding_gradient",), onset=70),
     Case("60 layers of tanh", deep_tanh, ("vanishing_gradient",)),
@@ -311,6 +377,7 @@ SICK = (
     Case("head not in the optimizer", head_not_in_optimizer, ("unchanged_weight",), ("9.*",)),
     Case("updates lost in bfloat16", rounded_away, ("unchanged_weight",)),
     Case("branch detached", detached_branch, ("missing_gradient",), ("branch", "branch.*")),
+    Case("stem detached", detached_stem, ("missing_gradient",), ("stem", "stem.*")),
     Case("multiplied by zero", multiplied_by_zero, ("missing_gradient",), ("0.*", "2.*")),
     Case("log of zero, every 50", logarithm_of_zero, ("non_finite",), onset=150),
     Case("NaN in one layer", nan_in_one_layer, ("non_finite",), ("4",), onset=40),
