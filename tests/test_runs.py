@@ -128,6 +128,27 @@ def test_evaluations_are_frames_of_their_own_after_their_training_step(tmp_path:
         assert_same_frame(frame, by_key[frame.step, frame.is_evaluation])
 
 
+def test_a_run_with_everything_that_can_be_shown_has_no_problems(tmp_path: Path, roomy: None) -> None:
+    """Texts and graphs of ours are no frame tensors, and neither are those of the user."""
+    model = frames.make_model()
+    optimizer = frames.make_optimizer(model)
+    writer = SummaryWriter(str(tmp_path))
+    writer.add_text("tbhooks/mine", "a note")
+    with tbhooks.watch(model, writer, every=1).evaluation().environment().graph() as w:
+        w.per_channel("0").embeddings("2").hparams({"lr": 0.1}).summary()
+        for _ in range(2):
+            frames.train_step(model, optimizer)
+            model.eval()
+            with torch.no_grad():
+                model(torch.ones(2, 4))
+            model.train()
+    writer.close()
+    assert {"tbhooks/environment/text_summary", "tbhooks/summary/text_summary", "tbhooks/evaluation"} <= frames.tags(
+        tmp_path
+    )
+    assert runs.read(tmp_path).problems == []
+
+
 def test_order_is_that_of_execution_and_site_lists_are_shared(tmp_path: Path) -> None:
     data = {Site(name, "activation"): [1.0] for name in ("z", "a", "m")}
     run = runs.read(write(tmp_path, make_frame(0, data), make_frame(1, data)))

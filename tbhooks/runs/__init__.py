@@ -27,6 +27,7 @@ from tbhooks.runs.stored import (
     PackedCounts,
     StoredFrame,
     is_described,
+    is_for_another_tab,
     rows_of,
     seen_in,
 )
@@ -237,7 +238,7 @@ class _Reader:
             self._layouts_of_file[value.tag] = Layout.read(value.metadata)
         layout = self._layouts_of_file.get(value.tag)
         if layout is None:
-            if value.tag.startswith("tbhooks/") and value.tag != finding_codec.TEXT_TAG:
+            if value.tag.startswith("tbhooks/") and not is_for_another_tab(value):
                 raise ValueError("nothing before it says what it is")
             return []
         if layout.buckets:
