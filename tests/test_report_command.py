@@ -14,11 +14,13 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from torch.utils.tensorboard import SummaryWriter
 
 from tbhooks import cli, overview, rules, runs
 from tbhooks.frame import Finding, Frame, Site
@@ -348,10 +350,10 @@ def test_exit_codes_as_the_shell_sees_them(sick: Path, tmp_path: Path) -> None:
     assert (found.returncode, found.stderr) == (1, "")
     assert [line.split(":")[0] for line in found.stdout.splitlines()] == ["error", "warning", "info"]
     assert run("check", write(tmp_path / "fine", training(0))).returncode == 0
+    done = run("check", tmp_path / "nowhere")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert str(tmp_path / "nowhere") in done.stderr
     for wrong in (tmp_path / "nowhere", tmp_path):
-        done = run("check", wrong)
-        assert (done.returncode, done.stdout) == (2, "")
-        assert str(wrong) in done.stderr
         assert run("report", wrong).returncode == 2
     (tmp_path / "junk").mkdir()
     (tmp_path / "junk" / "a.tfevents").write_bytes(b"no event file at all")
@@ -359,6 +361,81 @@ def test_exit_codes_as_the_shell_sees_them(sick: Path, tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (2, "")
     assert "not an event file" in done.stderr
     assert run("check", sick, "--fail-on", "fatal").returncode == 2
+
+
+def scalars_of_a_trainer(directory: Path) -> Path:
+    """What a training framework writes beside, or instead of, what tbhooks does."""
+    with SummaryWriter(str(directory)) as writer:
+        writer.add_scalar("train/grad_norm", 0.5, 0)
+    return directory
+
+
+def test_check_looks_below_the_directory_and_names_the_run(tmp_path: Path) -> None:
+    scalars_of_a_trainer(tmp_path)
+    sick = write(tmp_path / "tbhooks", training(1, findings=[finding("error")]))
+    found = said("check", tmp_path)
+    assert (found.returncode, found.stderr) == (1, "")
+    assert found.stdout == f"{sick}: error: step 1: non_finite activation/b: non_finite in b since 1\n"
+    assert said("check", sick).stdout == "error: step 1: non_finite activation/b: non_finite in b since 1\n"
+
+
+def test_check_reads_every_run_below(tmp_path: Path) -> None:
+    write(tmp_path / "generator", training(1))
+    assert said("check", tmp_path).returncode == 0
+    write(tmp_path / "discriminator", training(1, findings=[finding("error")]))
+    found = said("check", tmp_path)
+    assert found.returncode == 1
+    assert found.stdout.startswith(f"{tmp_path / 'discriminator'}: error: ")
+
+
+def test_check_of_what_tbhooks_never_wrote_to_is_2_and_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("nothing\n")
+    for where in (scalars_of_a_trainer(tmp_path / "scalars"), tmp_path, tmp_path / "notes.txt"):
+        done = said("check", where)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith(f"tbhooks check: there is no data of tbhooks in {str(where)!r}")
+        assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("options", [[], ["--json"], ["--html", "page.html"]])
+@pytest.mark.parametrize("name", ["notes.txt", "notes.jsonl", "empty.tfevents"])
+def test_a_report_of_what_is_no_run_is_2_and_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, options: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).write_text("" if name.startswith("empty") else "not a run, but long enough for a header\n")
+    done = said("report", name, *options)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"tbhooks report: there is nothing to read in {name!r}: {name}: ")
+    assert not (tmp_path / "page.html").exists()
+    assert said("report", write(tmp_path / "fine", training(0)), name).returncode == 2
+
+
+def test_a_report_of_a_directory_whose_frames_are_below_shows_both(tmp_path: Path) -> None:
+    scalars_of_a_trainer(tmp_path)
+    write(tmp_path / "tbhooks", training(0), training(1))
+    shown = said("report", tmp_path)
+    assert shown.returncode == 0
+    assert shown.stdout.startswith(f"{tmp_path / 'tbhooks'}: 2 logged steps, 0 to 1")
+    assert "train/grad_norm" in shown.stdout
+    assert "train/loss" in shown.stdout
+    write(tmp_path / "another", training(0))
+    shown = said("report", tmp_path)
+    assert "no frames of training" in shown.stdout
+    assert f"runs with frames below it: {tmp_path / 'another'}, {tmp_path / 'tbhooks'}" in " ".join(
+        shown.stdout.split()
+    )
+
+
+def test_a_report_of_two_runs_in_one_directory_shows_the_newest_and_says_so(tmp_path: Path) -> None:
+    for second, steps in ((0, 9), (1000, 3)):
+        given = [replace(training(step), time=1e9 + second + step) for step in range(steps)]
+        (file,) = write(tmp_path / "made", *given).iterdir()
+        file.replace(tmp_path / f"events.out.tfevents.{second}")
+    shown = said("report", tmp_path, COLUMNS="200")
+    assert shown.stdout.startswith(f"{tmp_path}: 3 logged steps, 0 to 2")
+    assert "2 runs were written here" in shown.stdout
+    assert "2 runs were written here" in said("check", tmp_path).stderr
 
 
 def test_rules_lists_every_rule_with_what_it_says_of_itself(

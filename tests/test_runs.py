@@ -209,8 +209,8 @@ def event_file(directory: Path, name: str, *given: Frame) -> Path:
 
 
 def test_of_two_runs_in_one_directory_the_newest_is_read_and_that_is_said(tmp_path: Path) -> None:
-    old = event_file(tmp_path, "1", *run_of(0, 1.0, range(0, 8)))
-    event_file(tmp_path, "2", *run_of(1000, 2.0, range(0, 4)))
+    old = event_file(tmp_path, "1", *run_of(0, 1.0, range(8)))
+    event_file(tmp_path, "2", *run_of(1000, 2.0, range(4)))
     event_file(tmp_path, "3", *run_of(2000, 3.0, range(3, 6)))  # the second run, resumed
     run = runs.read(tmp_path)
     assert [(frame.step, frame["x", "activation"].mean) for frame in run.frames] == [
@@ -225,7 +225,7 @@ def test_of_two_runs_in_one_directory_the_newest_is_read_and_that_is_said(tmp_pa
 
 
 def test_a_run_that_begins_again_in_the_same_file_is_another_run(tmp_path: Path) -> None:
-    given = [*run_of(0, 1.0, range(0, 8)), *run_of(1000, 2.0, range(0, 4))]
+    given = [*run_of(0, 1.0, range(8)), *run_of(1000, 2.0, range(4))]
     run = runs.read(write(tmp_path / "events", *given))
     assert [frame["x", "activation"].mean for frame in run.frames] == [2.0] * 4
     assert run.scalars["train/loss"].values.tolist() == [2.0] * 4
@@ -243,7 +243,7 @@ def test_a_run_that_begins_again_in_the_same_file_is_another_run(tmp_path: Path)
 def test_runs_in_event_files_and_in_lines_are_two_unless_they_are_the_same(
     tmp_path: Path, lines_are_newer: bool
 ) -> None:
-    old, new = run_of(0, 1.0, range(0, 8)), run_of(1000, 2.0, range(0, 4))
+    old, new = run_of(0, 1.0, range(8)), run_of(1000, 2.0, range(4))
     write(tmp_path, *(old if lines_are_newer else new))
     sink = JsonlSink(tmp_path / "f.jsonl")
     for frame in new if lines_are_newer else old:
@@ -265,7 +265,7 @@ def test_the_users_own_file_goes_with_the_run_it_was_written_during(tmp_path: Pa
         data = file.read_bytes()
         file.unlink()
         (tmp_path / f"events.out.tfevents.{start}.a").write_bytes(data[starts_of_records(data)[1] :])
-        event_file(tmp_path, f"{start}.b", *run_of(start, value, range(0, 3)))
+        event_file(tmp_path, f"{start}.b", *run_of(start, value, range(3)))
     run = runs.read(tmp_path)
     assert run.scalars["mine"].values.tolist() == [2.0] * 3
     assert run.scalars["train/loss"].values.tolist() == [2.0] * 3
@@ -275,9 +275,14 @@ def test_an_evaluation_before_the_first_step_belongs_to_the_run_it_begins(tmp_pa
     evaluated = Site("x", "eval.activation")
     for number in (1, 2):
         before = at(1000 * number, make_frame(0, {evaluated: [float(number)]}))
-        event_file(tmp_path, str(number), *before, *run_of(1000 * number, float(number), range(0, 3)))
+        event_file(tmp_path, str(number), *before, *run_of(1000 * number, float(number), range(3)))
     run = runs.read(tmp_path)
-    assert [(frame.step, frame.is_evaluation) for frame in run.frames] == [(0, False), (0, True), (1, False), (2, False)]
+    assert [(frame.step, frame.is_evaluation) for frame in run.frames] == [
+        (0, False),
+        (0, True),
+        (1, False),
+        (2, False),
+    ]
     assert run.evaluations[0]["x", "eval.activation"].mean == 2.0
 
 

@@ -287,9 +287,9 @@ class _Reader:
             for frame in jsonl.read(path):
                 _check(frame)
                 frame = replace(frame, sites=self._same_sites.setdefault(frame.sites, frame.sites))  # noqa: PLW2901
-                if not frame.is_evaluation and frame.sites:
-                    if self._newest_given.begins(frame.step, frame.time, path.name):
-                        self._given = {}
+                is_training = bool(frame.sites) and not frame.is_evaluation
+                if is_training and self._newest_given.begins(frame.step, frame.time, path.name):
+                    self._given = {}
                 self._given[frame.step, frame.is_evaluation] = _with_earlier(frame, self._given)
             if not _ends_with_newline(path):
                 self.tell(f"{path.name}: cut short in its last line, the last step may be missing")
@@ -320,8 +320,9 @@ class _Reader:
             self._steps, self._given = (self._steps, {}) if newest is events else ({}, self._given)
         if count < 2:
             return None
-        self.problems.insert(0, f"{count} runs were written here, one after the other: this is the newest, which "
-                             f"begins in {newest.file}. To read another, name its file instead of the directory")  # fmt: skip
+        which = f"this is the newest, which begins in {newest.file}"
+        another = "To read another, name its file instead of the directory"
+        self.problems.insert(0, f"{count} runs were written here, one after the other: {which}. {another}")
         since = self._since if newest is events else self._scalars.entries
         beside = [(s.begin, s.end) for s in self._spans if s.end <= since and s.is_beside(newest)]
         return [*beside, (since, self._scalars.entries)]

@@ -38,7 +38,7 @@ class Newest:
 
 
 def hides(newer: Newest, older: Newest) -> bool:
-    """Whether the first is another run than the second, and came after it: neither the same one nor its continuation."""
+    """Whether the first came after the second and is another run: neither the same one nor its continuation."""
     return bool(newer.count and older.count) and newer.start > older.start and newer.first <= older.first
 
 
