@@ -132,7 +132,7 @@ def _laid_out(sections: list[overview.Section]) -> str:
             return overview.styled(sections, _width(), colour="NO_COLOR" not in os.environ)
         except ImportError:  # rich is an extra
             pass
-    return overview.plain(sections, _width())
+    return overview.plain(sections, _width(), whole_names=not sys.stdout.isatty())
 
 
 def _width() -> int:

@@ -116,15 +116,63 @@ def test_gradients_stand_in_the_order_of_the_forward_pass(sick: Path) -> None:
     assert grid.values[:, 1].tolist() == pytest.approx([frame[name, "gradient"].norm for name in "bac"])
 
 
+LONG = [f"encoder.layers.{i}.self_attention.projection" for i in range(3)]
+
+
+def with_names(directory: Path, names: list[str], steps: int = 40) -> Path:
+    given = [make_frame(k, {Site(name, "activation"): [1.0, k] for name in names}) for k in range(steps)]
+    return write(directory, *given)
+
+
 @pytest.mark.parametrize("width", [60, 80, 120, 200])
-def test_tables_are_no_wider_than_asked_for(tmp_path: Path, width: int) -> None:
-    names = [f"encoder.layers.{i}.self_attention.projection" for i in range(3)]
-    given = [make_frame(step, {Site(name, "activation"): [1.0, step] for name in names}) for step in range(40)]
-    done = said("report", write(tmp_path / "r", *given), COLUMNS=str(width))
-    table = done.stdout.split("\n\n")[1].splitlines()
-    assert len(table) == 4
+def test_tables_on_a_terminal_are_no_wider_than_it_is(tmp_path: Path, width: int) -> None:
+    read = runs.read(with_names(tmp_path, LONG))
+    table = overview.plain(overview.of_run(read, width), width).split("\n\n")[1].splitlines()
     assert max(map(len, table)) <= width
-    assert all(line.startswith("enc") and "projection"[-3:] in line for line in table[1:])
+    for i, line in enumerate(table[1:4]):
+        assert re.match(rf"(encoder\.layers\.|…){i}\.self.*tion ", line)
+    assert table[4:] == ([] if width > 60 else ["  … stands for encoder.layers."])
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_names_are_whole_in_a_pipe_however_narrow_the_terminal_is(tmp_path: Path, width: int) -> None:
+    tag = "train/" + "loss_of_the_auxiliary_head." * 5
+    frame = make_frame(40, {}, scalars={tag: 1.0}, findings=[finding(name=".".join(LONG))])
+    where = with_names(tmp_path, LONG)
+    write(where, frame)
+    words = said("report", where, COLUMNS=str(width)).stdout.split()
+    assert {*LONG, tag, ".".join(LONG)} <= set(words)
+
+
+LORA = [
+    "(root)",
+    *(
+        f"base_model.model.model.layers.{layer}.{part}.{projection}_proj.{what}.default"
+        for layer in (0, 1, 10, 11)
+        for part, projection in (("self_attn", "q"), ("self_attn", "k"), ("mlp", "up"), ("mlp", "down"))
+        for what in ("lora_A", "lora_B", "lora_dropout")
+    ),
+]
+
+
+@pytest.mark.parametrize("width", [20, 60, 72, 80, 100])
+@pytest.mark.parametrize("laid_out", ["plain", "styled"])
+def test_no_two_names_are_cut_to_the_same_text(tmp_path: Path, width: int, laid_out: str) -> None:
+    """Even if the table is wider than the terminal then; the finding's mark makes no difference."""
+    frame = make_frame(0, {Site(name, "activation"): [1.0] for name in LORA}, findings=[finding(name=LORA[5])])
+    sections = overview.of_run(runs.read(write(tmp_path, frame)), width)
+    if laid_out == "plain":
+        shown = overview.plain(sections, width)
+    else:
+        pytest.importorskip("rich")
+        shown = re.sub(r"\x1b\[[0-9;]*m", "", overview.styled(sections, width, colour=False))
+    table = shown.split("\n\n")[1].splitlines()[1 : len(LORA) + 1]
+    names = [line.split()[0] for line in table]
+    assert len(set(names)) == len(LORA)
+    assert [name.rpartition("…")[2] for name in names] == [
+        whole[-len(name.rpartition("…")[2]) :] for name, whole in zip(names, LORA, strict=True)
+    ]
+    assert [i for i, line in enumerate(table) if line.split()[1] == "*"] == [5]
 
 
 def test_long_tables_show_their_ends_and_what_is_sick_unless_all_is_asked_for(tmp_path: Path) -> None:
@@ -420,7 +468,7 @@ def test_a_report_of_a_directory_whose_frames_are_below_shows_both(tmp_path: Pat
     assert "train/grad_norm" in shown.stdout
     assert "train/loss" in shown.stdout
     write(tmp_path / "another", training(0))
-    shown = said("report", tmp_path)
+    shown = said("report", tmp_path, COLUMNS="400")
     assert "no frames of training" in shown.stdout
     assert f"runs with frames below it: {tmp_path / 'another'}, {tmp_path / 'tbhooks'}" in " ".join(
         shown.stdout.split()
