@@ -18,10 +18,11 @@ from torch.utils.tensorboard import SummaryWriter
 
 import tbhooks
 from tbhooks import runs
-from tbhooks.frame import KINDS
+from tbhooks.frame import KINDS, Severity
 from tbhooks.running import command, finding, launching
 from tbhooks.running.covering import covering
 from tbhooks.running.session import Session
+from tbhooks.runs import digest
 
 Begin = Callable[..., Session]
 
@@ -655,6 +656,31 @@ def test_why_there_is_nothing_is_said(begin: Begin, tmp_path: Path) -> None:
     model(batch())
     assert session.close() == "nothing was logged: a model was found, but none of its steps came to an end"
     assert not (tmp_path / "runs").exists()
+
+
+def test_the_end_of_the_run_tells_as_many_findings_as_the_report_and_each_once(begin: Begin, tmp_path: Path) -> None:
+    def gets_worse(history: tbhooks.History) -> list[tbhooks.Finding]:
+        frame = history[-1]
+        more = {"excess": 10.0**frame.step, "others": 2}
+        severity: Severity = "error" if frame.step > 5 else "warning"
+        moved = frame.sites[frame.step % 3]
+        return [
+            tbhooks.Finding(frame.step, frame.sites[0], "grows", severity, f"grows to {frame.step}", more),
+            tbhooks.Finding(frame.step, moved, "wanders", "warning", f"wanders to {frame.step}", more),
+        ]
+
+    session = begin("--every", "1")
+    session._options.watch["rules"] = [gets_worse]
+    model = net()
+    train(model, sgd(model), steps=9)
+    told = session.close()
+    found = only_run(tmp_path).findings
+    assert [(f.rule, f.severity, f.step) for f in found] == [("grows", "error", 6), ("wanders", "warning", 0)]
+    assert "9 of 9 steps logged, 2 findings\n" in told
+    assert [line.split(": ")[0].strip() for line in told.splitlines()[1:3]] == ["error", "warning"]
+    assert list(session.watched[0][0].findings) == found
+    document = digest.document(only_run(tmp_path))
+    assert len(document["findings"]) == 2
 
 
 def test_why_nothing_could_be_written_is_said(begin: Begin, tmp_path: Path) -> None:

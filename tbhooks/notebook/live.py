@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from tbhooks.errors import ArgumentError, check_names
+from tbhooks.findings import once_each
 from tbhooks.frame import ALL_KINDS, EVALUATION, Finding, Frame
 from tbhooks.history import History
 from tbhooks.notebook import mimebundle, panel
@@ -183,7 +184,9 @@ class Live:
         """What is to be said besides the numbers."""
         watching = self._watching
         findings = sorted([*watching._replayed, *watching._judge.findings], key=lambda finding: finding.step)
-        return panel.Told(findings, tuple(_troubles(watching.stats)), "ended" if self._ended else "following")
+        return panel.Told(
+            once_each(findings), tuple(_troubles(watching.stats)), "ended" if self._ended else "following"
+        )
 
     @property
     def history(self) -> History:

@@ -27,7 +27,9 @@ def told(watched: list[tuple[Watch, Destination]], why_nothing: str) -> str:
 
 
 def _of_one(watching: Watch, destination: Destination) -> list[str]:
-    stats, findings = watching.stats, watching.findings
+    from tbhooks.findings import by_severity  # noqa: PLC0415  loads NumPy, which is there by then
+
+    stats, findings = watching.stats, by_severity(watching.findings)
     found = f"{len(findings)} {'finding' if len(findings) == 1 else 'findings'}" if findings else "nothing found wrong"
     begun = max(stats.steps, stats.logged)  # the last one may have been cut short
     where = ", ".join(map(_short, destination.directories))
