@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tbhooks import remote
 from tbhooks.errors import ArgumentError, check_names
 
 NO_RULES = "none"
@@ -134,6 +135,7 @@ def _every(text: str) -> int:
 
 
 def _directory(text: str) -> str:
+    remote.check(text)
     if not text.strip() or os.path.isfile(os.path.expanduser(text)):
         raise ArgumentError(f"logdir is a directory, not {text!r}")
     return text

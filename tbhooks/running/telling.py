@@ -6,6 +6,8 @@ import os
 import shlex
 from typing import TYPE_CHECKING
 
+from tbhooks.remote import is_remote
+
 if TYPE_CHECKING:
     from tbhooks.frame import Finding
     from tbhooks.handle import Watch
@@ -49,14 +51,19 @@ def _line(finding: Finding) -> str:
 
 
 def _how_to_look(directories: list[str]) -> str:
-    together, first = (shlex.quote(_short(path)) for path in (os.path.commonpath(directories), directories[0]))
-    return f"to look: tensorboard --logdir {together}, or tbhooks report {first}"
+    """Runs that are elsewhere are for TensorBoard alone; nothing here reads them."""
+    here = [path for path in directories if not is_remote(path)]
+    elsewhere = [path for path in directories if is_remote(path)]
+    together = [*([_short(os.path.commonpath(here))] if here else []), *dict.fromkeys(elsewhere)]
+    look = [f"tensorboard --logdir {shlex.quote(path)}" for path in together]
+    report = [f"tbhooks report {shlex.quote(_short(path))}" for path in here[:1]]
+    return f"to look: {', or '.join([*look, *report])}"
 
 
 def _short(path: str) -> str:
     """Relative to here if it lies below."""
     try:
-        here = os.path.relpath(path)
+        here = path if is_remote(path) else os.path.relpath(path)
     except (OSError, ValueError):  # here is gone, or on another drive
         return path
     return path if here.startswith(os.pardir) else here

@@ -18,6 +18,7 @@ from tensorboard.compat.proto import summary_pb2
 from tbhooks.errors import ArgumentError, TbhooksError, nearest
 from tbhooks.findings import first_of_each
 from tbhooks.frame import CHANNEL, EVALUATION, Finding, Frame, Site
+from tbhooks.remote import local
 from tbhooks.runs.records import event_of_bytes, records
 from tbhooks.runs.restarts import Newest, Span, hides
 from tbhooks.runs.scalars import ScalarLog, Series
@@ -81,7 +82,7 @@ class Run:
 
 def read(directory: str | Path, progress: Progress | None = None) -> Run:
     """The run in a directory, or in one file of it; `progress` is called with bytes read and bytes in all."""
-    where = Path(directory)
+    where = local(directory)
     events, lines = _files(where)
     reader = _Reader()
     sizes = [_size(path) for path in events]
@@ -94,7 +95,7 @@ def read(directory: str | Path, progress: Progress | None = None) -> Run:
 
 def find(directory: str | Path) -> list[Path]:
     """Every directory at or below this one that holds a run, sorted by name."""
-    where = Path(directory)
+    where = local(directory)
     if not where.is_dir():
         raise ArgumentError(_missing(where))
     below = {path.parent for path in where.rglob(EVENT_FILES) if path.is_file()}

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tbhooks.errors import ArgumentError
+from tbhooks.remote import local
 from tbhooks.runs import Run, find
 from tbhooks.runs.records import records
 
@@ -20,7 +21,7 @@ _MARK = b"tbhooks"
 
 def every_run(directory: str | Path, read: Read) -> list[Run]:
     """Every run at or below a directory that has frames of tbhooks; an ArgumentError if there is none."""
-    where = Path(directory)
+    where = local(directory)
     found = [path for path in find(where) if path == where or may_have_frames(path)] if where.is_dir() else [where]
     known = [read(path) for path in found]
     with_frames = [run for run in known if run.frames]
@@ -32,7 +33,7 @@ def every_run(directory: str | Path, read: Read) -> list[Run]:
 
 def one_run(directory: str | Path, read: Read) -> Run:
     """The run in a directory. If it has no frames, but a single run below it has, that one with the scalars of both."""
-    where = Path(directory)
+    where = local(directory)
     own = read(where) if not where.is_dir() or where in find(where) else None
     if own is not None and own.frames:
         return own
