@@ -417,3 +417,29 @@ def test_a_run_elsewhere_is_not_read_and_that_is_said() -> None:
     for read in (runs.read, runs.find):
         with pytest.raises(ArgumentError, match="copy 's3://bucket/run' to it first"):
             read("s3://bucket/run")
+
+
+# --- What it says of itself ---------------------------------------------------------------------------
+
+
+def test_stats_print_line_by_line_and_nothing_twice() -> None:
+    model = mlp()
+    model.add_module("unused", nn.Linear(2, 2))
+    model.add_module("again", model[0])
+    with tbhooks.watch(model, every=1) as w:
+        model.unused.forward = lambda x: x
+        optimizer = sgd(model)
+        model[0](torch.ones(2, model[0].in_features)).sum().backward()
+        optimizer.step()
+        w.step()
+        w.flush()
+    w._report.tell("something happened")
+    lines = str(w.stats).splitlines()
+    assert repr(w.stats) == str(w.stats)
+    assert len(lines) > 5
+    assert len(lines) == len(set(lines))
+    assert "message: something happened" in lines
+    for why in set(w.stats.unseen.values()):
+        assert str(w.stats).count(why) == 1
+    assert any(line.startswith("also called again: 0") for line in lines)
+    assert w.stats.unseen
