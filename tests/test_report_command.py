@@ -207,6 +207,17 @@ def test_hostile_names_reach_the_terminal_as_text(tmp_path: Path) -> None:
     assert "\\x1b[31mred" in line
 
 
+def test_a_loss_that_the_model_returns_is_shown_as_a_loss(tmp_path: Path) -> None:
+    returned = Site("(root)", "activation", "[loss]")
+    logits = Site("(root)", "activation", "[logits]")
+    given = [make_frame(k, {logits: [1.0, 5.0], returned: [4.0 - k, 2.0 - k]}) for k in range(3)]
+    where = write(tmp_path, *given)
+    line = next(line for line in said("report", where).stdout.splitlines() if "loss returned by the model" in line)
+    assert line.split()[5:8] == ["3", "1", "2"]
+    document = json.loads(said("report", where, "--json").stdout)
+    assert document["scalars"]["loss returned by the model"]["last"] == 1.0
+
+
 def test_a_run_of_scalars_alone_is_reported(tmp_path: Path) -> None:
     done = said("report", write(tmp_path, make_frame(3, {}, scalars={"train/loss": 0.5})))
     assert done.returncode == 0
