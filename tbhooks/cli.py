@@ -13,7 +13,7 @@ from pathlib import Path
 import tbhooks
 from tbhooks import overview, page, rules, running, runs
 from tbhooks.render import printable
-from tbhooks.runs import compare, digest
+from tbhooks.runs import below, compare, digest
 
 # Exit codes of `check`, and of anything that cannot do what it was asked.
 FOUND, UNREADABLE = 1, 2
@@ -103,12 +103,12 @@ def _told(options: argparse.Namespace) -> int:
     other = options.other or options.compare
     if other is not None and (options.html or (options.other and options.compare)):
         raise tbhooks.ArgumentError("--html shows one run" if options.html else "two runs are compared, not three")
-    run = _read(options.run)
+    run = below.one_run(options.run, _read)
     if options.html:
         _write_page(run, options.html)
         return 0
     if other is not None:
-        comparison = compare.compare(run, _read(other))
+        comparison = compare.compare(run, below.one_run(other, _read))
         return _say(comparison.to_dict() if options.json else overview.of_comparison(comparison))
     if options.json:
         return _say(digest.document(run))
@@ -132,7 +132,7 @@ def _laid_out(sections: list[overview.Section]) -> str:
             return overview.styled(sections, _width(), colour="NO_COLOR" not in os.environ)
         except ImportError:  # rich is an extra
             pass
-    return overview.plain(sections, _width())
+    return overview.plain(sections, _width(), whole_names=not sys.stdout.isatty())
 
 
 def _width() -> int:
@@ -149,7 +149,7 @@ def _print(text: str) -> None:
 
 
 def _add_check(check: argparse.ArgumentParser) -> None:
-    check.add_argument("run", metavar="RUNDIR", help="the directory of a run")
+    check.add_argument("run", metavar="RUNDIR", help="the directory of a run, or one with runs below it")
     check.add_argument(
         "--fail-on", choices=digest.SEVERITIES[::-1], default="error",
         help="the least severity that makes the exit code 1 (default: %(default)s)",
@@ -162,18 +162,19 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _judged(options: argparse.Namespace) -> int:
-    run = _read(options.run)
-    for problem in run.problems:
-        print(f"tbhooks check: {printable(problem)}", file=sys.stderr)
-    if not run.frames and not run.scalars:
-        print(f"tbhooks check: nothing in {printable(options.run)} could be read", file=sys.stderr)
-        return UNREADABLE
-    worst = digest.by_severity(run)
-    for finding in worst:
-        where = "" if finding.site is None else f" {finding.site}"
-        _print(printable(f"{finding.severity}: step {finding.step}: {finding.rule}{where}: {finding.message}"))
+    checked = below.every_run(options.run, _read)
     counts = digest.SEVERITIES[: digest.SEVERITIES.index(options.fail_on) + 1]
-    return FOUND if any(finding.severity in counts for finding in worst) else 0
+    found = False
+    for run in checked:
+        name = "" if run.directory == Path(options.run) else f"{run.directory}: "
+        for problem in run.problems:
+            print(f"tbhooks check: {printable(name + problem)}", file=sys.stderr)
+        for finding in digest.by_severity(run):
+            where = "" if finding.site is None else f" {finding.site}"
+            told = f"{finding.severity}: step {finding.step}: {finding.rule}{where}: {finding.message}"
+            _print(printable(name + told))
+            found = found or finding.severity in counts
+    return FOUND if found else 0
 
 
 # --- rules --------------------------------------------------------------------------------------------
@@ -261,7 +262,7 @@ def _with_runs(verb: str, work: Callable[[], int]) -> int:
         return UNREADABLE
 
 
-def _read(directory: str) -> runs.Run:
+def _read(directory: Path) -> runs.Run:
     if not sys.stderr.isatty():
         return runs.read(directory)
     run = runs.read(directory, _progress)

@@ -31,8 +31,28 @@ def by_severity(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def first_of_each(frames: Iterable[Frame]) -> list[Finding]:
-    """A trouble is in every frame that has it; it is told from where it began."""
-    found: dict[tuple[str, Site | None], Finding] = {}
-    for finding in (finding for frame in frames for finding in frame.findings):
-        found.setdefault((finding.rule, finding.site), finding)
-    return list(found.values())
+    """A trouble is in every frame that has it; it is told once, from where it began."""
+    return once_each(finding for frame in frames for finding in frame.findings)
+
+
+def once_each(findings: Iterable[Finding]) -> list[Finding]:
+    """Each trouble once: as it was found first, or as it was when its severity rose last.
+
+    A trouble is a rule and a place. One of many places may move from one to another; it is known by when it began.
+    """
+    troubles: dict[tuple[str, Site | None], Finding] = {}
+    begun: dict[tuple[str, Any], tuple[str, Site | None]] = {}
+    for finding in findings:
+        place, since = (finding.rule, finding.site), (finding.rule, _hashable(finding.evidence.get("since")))
+        if place not in troubles and finding.evidence.get("times") not in (None, 1):
+            place = begun.get(since, place)
+        begun.setdefault(since, place)
+        known = troubles.setdefault(place, finding)
+        if SEVERITIES.index(finding.severity) < SEVERITIES.index(known.severity):
+            troubles[place] = finding
+    return list(troubles.values())
+
+
+def _hashable(value: Any) -> Any:
+    """A user's rule may have put anything there."""
+    return value if isinstance(value, int | float | str) else None

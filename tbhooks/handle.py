@@ -19,7 +19,7 @@ from tbhooks import rules as judgement
 from tbhooks.asking import Asking
 from tbhooks.compiled import never_compiled
 from tbhooks.errors import ArgumentError, ClosedError, check_names
-from tbhooks.findings import Findings
+from tbhooks.findings import Findings, once_each
 from tbhooks.following import Follower, Following
 from tbhooks.frame import Finding, Frame
 from tbhooks.history import History
@@ -199,7 +199,7 @@ class Watch(Asking):
     def findings(self) -> Findings:
         """What the rules found so far, oldest first, once a rule and place."""
         self.history  # noqa: B018  reading it waits for the pump
-        return Findings(sorted([*self._replayed, *self._judge.findings], key=lambda finding: finding.step))
+        return Findings(once_each(sorted([*self._replayed, *self._judge.findings], key=lambda finding: finding.step)))
 
     @property
     def stats(self) -> Stats:
@@ -250,7 +250,7 @@ class Watch(Asking):
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "idle" if self._idle else f"step {self._loop.clock.count}"
-        return f"<Watch: {state}, {self._loop.logged} steps logged, {len(self._judge.findings)} findings>"
+        return f"<Watch: {state}, {self._loop.logged} steps logged, {len(once_each(self._judge.findings))} findings>"
 
     def _start(self) -> None:
         process.prepare(is_of_a_job())

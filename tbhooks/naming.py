@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from tbhooks.agreement import own_name
+from tbhooks.remote import is_remote
 from tbhooks.select import unwrap
 
 
@@ -23,7 +24,7 @@ def run_of(writer: Any, named: str) -> Any:
     if not isinstance(writer, str) or not is_place(writer):
         return writer
     name = f"{writer}{named}-{now()}"
-    return name if "://" in writer else _made(name)
+    return name if is_remote(writer) else _made(name)
 
 
 def now() -> str:
@@ -33,7 +34,11 @@ def now() -> str:
 
 def is_place(directory: str) -> bool:
     """Whether it is one for runs, each below it, and not a run's own."""
-    return directory.endswith(tuple(filter(None, (os.sep, os.altsep))))
+    return (
+        directory.endswith("/")
+        if is_remote(directory)
+        else directory.endswith(tuple(filter(None, (os.sep, os.altsep))))
+    )
 
 
 def _made(name: str) -> str:

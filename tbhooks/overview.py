@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -41,6 +41,8 @@ _IN_TABLES = {kind for _, columns in _TABLES for _, kind, _ in columns} | set(KI
 MOST_ROWS, ENDS = 80, 30
 LEAST_TREND, MOST_TREND = 4, 24
 SHORTEST_NAME = 12
+# Behind the name of what has a finding.
+_MARK = " *"
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ def _table(
     if not names:
         return None
     shown = names if everything or len(names) <= MOST_ROWS else _ends_and(names, sick)
-    marked = [printable(name) + (" *" if name in sick else "") for name in shown]
+    marked = [printable(name) + (_MARK if name in sick else "") for name in shown]
     numbers = [[_last(grid, name) for name in shown] for _, grid in used]
     bars = _room_for_trends(width, marked, [[title, *cells] for (title, _), cells in zip(used, numbers, strict=True)])
     trends = [[_trend(grid, name, bars) for name in shown] for _, grid in used]
@@ -204,36 +206,83 @@ def _only(which: str, names: Sequence[str]) -> list[Section]:
 # --- Laid out -----------------------------------------------------------------------------------------
 
 
-def plain(sections: Sequence[Section], width: int) -> str:
-    """Text for pipes and files."""
+def plain(sections: Sequence[Section], width: int, *, whole_names: bool = False) -> str:
+    """Text for terminals, in which names are cut where they do not fit, and for pipes and files, in which none is."""
     parts = []
     for section in sections:
-        lines = _aligned(section, width) if section.rows else [section.title]
-        notes = [f"  {note}" if section.verbatim else _wrapped(note, width) for note in section.notes]
+        fitted = section if whole_names else _fitted(section, width)
+        lines = _aligned(fitted) if section.rows else [section.title]
+        notes = [f"  {note}" if section.verbatim else _wrapped(note, width) for note in fitted.notes]
         parts.append("\n".join([*lines, *notes]))
     return "\n\n".join(parts) + "\n"
 
 
-def _aligned(section: Section, width: int) -> list[str]:
-    lines = [[title.lstrip(">") for title in section.header], *section.rows]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(section.header))]
-    widths[0] = max(min(widths[0], width - sum(widths[1:]) - 2 * (len(widths) - 1)), SHORTEST_NAME)
+def _aligned(section: Section) -> list[str]:
     right = [title.startswith(">") for title in section.header]
     return [
         "  ".join(
-            (_cut(cell, size).rjust(size) if set_right else _cut(cell, size).ljust(size))
-            for cell, size, set_right in zip(line, widths, right, strict=True)
+            (cell.rjust(size) if set_right else cell.ljust(size))
+            for cell, size, set_right in zip(line, _widths(section), right, strict=True)
         ).rstrip()
-        for line in lines
+        for line in _lines(section)
     ]
 
 
+def _lines(section: Section) -> list[Sequence[str]]:
+    return [[title.lstrip(">") for title in section.header], *section.rows]
+
+
+def _widths(section: Section) -> list[int]:
+    return [max(len(line[i]) for line in _lines(section)) for i in range(len(section.header))]
+
+
 def _wrapped(note: str, width: int) -> str:
-    return textwrap.fill(note, max(width, 20), initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
+    return textwrap.fill(
+        note, max(width, 20), initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False,
+        break_long_words=False,
+    )  # fmt: skip
+
+
+# --- Names that are too long --------------------------------------------------------------------------
+
+
+def _fitted(section: Section, width: int) -> Section:
+    """The names of a table cut so that it is no wider than this, or than it has to be to tell them apart."""
+    if not section.rows:
+        return section
+    others = _widths(section)[1:]
+    room = max(width - sum(others) - 2 * len(others), SHORTEST_NAME)
+    marks = [_MARK if row[0].endswith(_MARK) else "" for row in section.rows]
+    names, prefix = shortened([row[0].removesuffix(_MARK) for row in section.rows], room - max(map(len, marks)))
+    rows = [[name + mark, *row[1:]] for name, mark, row in zip(names, marks, section.rows, strict=True)]
+    return replace(section, rows=rows, notes=[*section.notes, *([f"… stands for {prefix}"] if prefix else [])])
+
+
+def shortened(names: Sequence[str], width: int) -> tuple[list[str], str]:
+    """Names of at most this width, or of the least at which they differ; and the prefix that "…" stands for, if any.
+
+    First what the long ones have in common at their beginning goes. If that is not enough, the middle goes, as names
+    differ at both ends.
+    """
+    long = [name for name in names if len(name) > width]
+    prefix = _common_prefix(long) if len(set(long)) > 1 else ""
+    shorter = [f"…{name[len(prefix) :]}" if prefix and name.startswith(prefix) else name for name in names]
+    longest = max(map(len, shorter), default=0)
+    for size in range(max(width, 1), longest):
+        cut = [_cut(name, size) for name in shorter]
+        if len(set(cut)) == len(set(names)):
+            return cut, prefix
+    return shorter, prefix
+
+
+def _common_prefix(names: Sequence[str]) -> str:
+    """What all begin with, up to a dot or a slash."""
+    first, last = min(names), max(names)  # what these have in common, all have
+    common = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
+    return first[: max(first.rfind(".", 0, common), first.rfind("/", 0, common)) + 1]
 
 
 def _cut(text: str, width: int) -> str:
-    """Names differ at both ends, so the middle goes."""
     if len(text) <= width:
         return text
     tail = (width - 1) // 2
@@ -250,8 +299,9 @@ def styled(sections: Sequence[Section], width: int, *, colour: bool) -> str:
     from rich.text import Text  # noqa: PLC0415
 
     screen = io.StringIO()
-    console = Console(file=screen, width=width, force_terminal=True, no_color=not colour, highlight=False)
-    for section in sections:
+    how = {"file": screen, "force_terminal": True, "no_color": not colour, "highlight": False}
+    console = Console(width=width, **how)  # type: ignore[arg-type]
+    for section in (_fitted(section, width) for section in sections):
         if section.rows:
             table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
             for title in section.header:
@@ -259,7 +309,8 @@ def styled(sections: Sequence[Section], width: int, *, colour: bool) -> str:
                 table.add_column(title.lstrip(">"), justify=justify, no_wrap=True, overflow="ellipsis")  # type: ignore[arg-type]
             for row in section.rows:
                 table.add_row(*map(Text, row))
-            console.print(table)
+            needed = sum(_widths(section)) + 2 * len(section.header)
+            Console(width=max(needed, width), **how).print(table)  # type: ignore[arg-type]
         else:
             console.print(Text(section.title, style="bold"))
         for note in section.notes:

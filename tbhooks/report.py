@@ -21,6 +21,19 @@ logger.addHandler(logging.NullHandler())
 
 # A message that changes with every step must not fill the memory of a long run.
 MOST_MESSAGES = 200
+_NOT_SEEN = "not seen: "
+
+
+def listed(names: list[str]) -> str:
+    """The first few of them."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _by_value(mapping: dict[str, str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for key, value in mapping.items():
+        found.setdefault(value, []).append(key)
+    return found
 
 
 @dataclass(frozen=True)
@@ -56,6 +69,21 @@ class Stats:
     """What reduces CPU tensors: "C", or "torch" where the package was built without a compiler."""
     device_kernel: str
     """What reduces CUDA tensors: "triton" where it is installed, or "torch", followed by why if it failed."""
+
+    def __repr__(self) -> str:
+        """Line by line; what could not be seen is listed once, by its reason."""
+        views = f"of which {self.seconds_views:.3g} for views"
+        lines = [
+            f"steps: {self.steps}, counted by: {self.clock}",
+            f"logged: {self.logged}, dropped: {self.dropped}, skipped by a GradScaler: {self.skipped}",
+            f"seconds: {self.seconds_training:.3g} in training, {self.seconds_pump:.3g} in the background, {views}",
+            f"hooks fired: {self.hooks_fired}; kernel: {self.kernel}, for CUDA {self.device_kernel}",
+            f"errors of tbhooks: {self.errors}",
+        ]
+        lines += [f"not seen: {listed(names)}: {why}" for why, names in _by_value(self.unseen).items()]
+        lines += [f"also called {listed(others)}: {name}" for name, others in _by_value(self.aliases).items()]
+        lines += [f"message: {message}" for message in self.messages if not message.startswith(_NOT_SEEN)]
+        return "\n".join(lines)
 
 
 @dataclass(eq=False)
@@ -157,5 +185,4 @@ class Report:
         with self._lock:  # another thread may be adding to it
             untold, self._untold = self._untold, {}
         for why, names in untold.items():
-            shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-            self.tell(f"not seen: {shown}: {why}", level=logging.INFO)
+            self.tell(f"{_NOT_SEEN}{listed(names)}: {why}", level=logging.INFO)

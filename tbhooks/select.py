@@ -20,11 +20,11 @@ Matcher = Callable[[str, nn.Module], bool]
 Pattern = str | type[nn.Module] | Matcher
 
 # The attribute under which each kind of wrapper holds the module it wraps.
-_WRAPPED_AS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+_WRAPPED_AS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module")
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """The module inside compile, data-parallel and checkpoint wrappers."""
+    """The module inside compile, data-parallel and checkpoint wrappers, and that of Lightning's Fabric."""
     while (inner := _wrapped(module)) is not None:
         module = inner
     return module

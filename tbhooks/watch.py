@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from tbhooks import arguments, naming, process
+from tbhooks import arguments, naming, process, remote
 from tbhooks import rules as judgement
 from tbhooks.agreement import describe
 from tbhooks.clock import MODES
@@ -139,6 +139,8 @@ def _is_function(one: Any) -> bool:
 
 
 def _check_writer(one: Any) -> None:
+    if isinstance(one, str | Path):
+        remote.check(one)
     if _is_for_tensorboard(one) or _tracker(one) or _is_function(one):
         return
     if not isinstance(one, Sink) or isinstance(one, type | io.IOBase):

@@ -347,6 +347,7 @@ CELLS = {
     "interactive": "left_open.live()",
     "trained": "train(40); train_more(33)",
     "same cell": "view = w.live(kind='gradient', interactive=False)\ntrain(25)",
+    "printed": "print(w.live(stat='mean', interactive=False))",
     "closed": "train(5); w.close(); print(w.stats.errors, w.stats.messages)",
     "later": "view",
 }
@@ -377,6 +378,12 @@ def test_a_saved_notebook_keeps_the_last_state_in_the_cell_that_asked_for_it(
 def test_nothing_goes_to_the_cell_that_trains(saved: dict[str, list[Any]]) -> None:
     assert not saved["trained"]
     assert [output.text for output in saved["closed"]] == ["0 ()\n"]
+
+
+def test_a_view_that_is_printed_where_it_shows_itself_is_there_once(saved: dict[str, list[Any]]) -> None:
+    shown, printed = sorted(saved["printed"], key=lambda output: str(output.output_type))
+    assert "activation mean" in shown.data["text/html"]
+    assert re.fullmatch(r"step 64, [^\n]*following\n", printed.text)
 
 
 def test_without_a_close_the_end_of_the_cell_draws_the_last_step(saved: dict[str, list[Any]]) -> None:

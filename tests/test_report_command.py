@@ -14,12 +14,14 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils.tensorboard import SummaryWriter
 
 import tbhooks
 from tbhooks import cli, overview, rules, runs
@@ -116,15 +118,63 @@ def test_gradients_stand_in_the_order_of_the_forward_pass(sick: Path) -> None:
     assert grid.values[:, 1].tolist() == pytest.approx([frame[name, "gradient"].norm for name in "bac"])
 
 
+LONG = [f"encoder.layers.{i}.self_attention.projection" for i in range(3)]
+
+
+def with_names(directory: Path, names: list[str], steps: int = 40) -> Path:
+    given = [make_frame(k, {Site(name, "activation"): [1.0, k] for name in names}) for k in range(steps)]
+    return write(directory, *given)
+
+
 @pytest.mark.parametrize("width", [60, 80, 120, 200])
-def test_tables_are_no_wider_than_asked_for(tmp_path: Path, width: int) -> None:
-    names = [f"encoder.layers.{i}.self_attention.projection" for i in range(3)]
-    given = [make_frame(step, {Site(name, "activation"): [1.0, step] for name in names}) for step in range(40)]
-    done = said("report", write(tmp_path / "r", *given), COLUMNS=str(width))
-    table = done.stdout.split("\n\n")[1].splitlines()
-    assert len(table) == 4
+def test_tables_on_a_terminal_are_no_wider_than_it_is(tmp_path: Path, width: int) -> None:
+    read = runs.read(with_names(tmp_path, LONG))
+    table = overview.plain(overview.of_run(read, width), width).split("\n\n")[1].splitlines()
     assert max(map(len, table)) <= width
-    assert all(line.startswith("enc") and "projection"[-3:] in line for line in table[1:])
+    for i, line in enumerate(table[1:4]):
+        assert re.match(rf"(encoder\.layers\.|…){i}\.self.*tion ", line)
+    assert table[4:] == ([] if width > 60 else ["  … stands for encoder.layers."])
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_names_are_whole_in_a_pipe_however_narrow_the_terminal_is(tmp_path: Path, width: int) -> None:
+    tag = "train/" + "loss_of_the_auxiliary_head." * 5
+    frame = make_frame(40, {}, scalars={tag: 1.0}, findings=[finding(name=".".join(LONG))])
+    where = with_names(tmp_path, LONG)
+    write(where, frame)
+    words = said("report", where, COLUMNS=str(width)).stdout.split()
+    assert {*LONG, tag, ".".join(LONG)} <= set(words)
+
+
+LORA = [
+    "(root)",
+    *(
+        f"base_model.model.model.layers.{layer}.{part}.{projection}_proj.{what}.default"
+        for layer in (0, 1, 10, 11)
+        for part, projection in (("self_attn", "q"), ("self_attn", "k"), ("mlp", "up"), ("mlp", "down"))
+        for what in ("lora_A", "lora_B", "lora_dropout")
+    ),
+]
+
+
+@pytest.mark.parametrize("width", [20, 60, 72, 80, 100])
+@pytest.mark.parametrize("laid_out", ["plain", "styled"])
+def test_no_two_names_are_cut_to_the_same_text(tmp_path: Path, width: int, laid_out: str) -> None:
+    """Even if the table is wider than the terminal then; the finding's mark makes no difference."""
+    frame = make_frame(0, {Site(name, "activation"): [1.0] for name in LORA}, findings=[finding(name=LORA[5])])
+    sections = overview.of_run(runs.read(write(tmp_path, frame)), width)
+    if laid_out == "plain":
+        shown = overview.plain(sections, width)
+    else:
+        pytest.importorskip("rich")
+        shown = re.sub(r"\x1b\[[0-9;]*m", "", overview.styled(sections, width, colour=False))
+    table = shown.split("\n\n")[1].splitlines()[1 : len(LORA) + 1]
+    names = [line.split()[0] for line in table]
+    assert len(set(names)) == len(LORA)
+    assert [name.rpartition("…")[2] for name in names] == [
+        whole[-len(name.rpartition("…")[2]) :] for name, whole in zip(names, LORA, strict=True)
+    ]
+    assert [i for i, line in enumerate(table) if line.split()[1] == "*"] == [5]
 
 
 def test_long_tables_show_their_ends_and_what_is_sick_unless_all_is_asked_for(tmp_path: Path) -> None:
@@ -157,6 +207,17 @@ def test_hostile_names_reach_the_terminal_as_text(tmp_path: Path) -> None:
     line = said("check", where).stdout
     assert line.count("\n") == 1
     assert "\\x1b[31mred" in line
+
+
+def test_a_loss_that_the_model_returns_is_shown_as_a_loss(tmp_path: Path) -> None:
+    returned = Site("(root)", "activation", "[loss]")
+    logits = Site("(root)", "activation", "[logits]")
+    given = [make_frame(k, {logits: [1.0, 5.0], returned: [4.0 - k, 2.0 - k]}) for k in range(3)]
+    where = write(tmp_path, *given)
+    line = next(line for line in said("report", where).stdout.splitlines() if "loss returned by the model" in line)
+    assert line.split()[5:8] == ["3", "1", "2"]
+    document = json.loads(said("report", where, "--json").stdout)
+    assert document["scalars"]["loss returned by the model"]["last"] == 1.0
 
 
 def test_a_run_of_scalars_alone_is_reported(tmp_path: Path) -> None:
@@ -350,10 +411,10 @@ def test_exit_codes_as_the_shell_sees_them(sick: Path, tmp_path: Path) -> None:
     assert (found.returncode, found.stderr) == (1, "")
     assert [line.split(":")[0] for line in found.stdout.splitlines()] == ["error", "warning", "info"]
     assert run("check", write(tmp_path / "fine", training(0))).returncode == 0
+    done = run("check", tmp_path / "nowhere")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert str(tmp_path / "nowhere") in done.stderr
     for wrong in (tmp_path / "nowhere", tmp_path):
-        done = run("check", wrong)
-        assert (done.returncode, done.stdout) == (2, "")
-        assert str(wrong) in done.stderr
         assert run("report", wrong).returncode == 2
     (tmp_path / "junk").mkdir()
     (tmp_path / "junk" / "a.tfevents").write_bytes(b"no event file at all")
@@ -361,6 +422,81 @@ def test_exit_codes_as_the_shell_sees_them(sick: Path, tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (2, "")
     assert "not an event file" in done.stderr
     assert run("check", sick, "--fail-on", "fatal").returncode == 2
+
+
+def scalars_of_a_trainer(directory: Path) -> Path:
+    """What a training framework writes beside, or instead of, what tbhooks does."""
+    with SummaryWriter(str(directory)) as writer:
+        writer.add_scalar("train/grad_norm", 0.5, 0)
+    return directory
+
+
+def test_check_looks_below_the_directory_and_names_the_run(tmp_path: Path) -> None:
+    scalars_of_a_trainer(tmp_path)
+    sick = write(tmp_path / "tbhooks", training(1, findings=[finding("error")]))
+    found = said("check", tmp_path)
+    assert (found.returncode, found.stderr) == (1, "")
+    assert found.stdout == f"{sick}: error: step 1: non_finite activation/b: non_finite in b since 1\n"
+    assert said("check", sick).stdout == "error: step 1: non_finite activation/b: non_finite in b since 1\n"
+
+
+def test_check_reads_every_run_below(tmp_path: Path) -> None:
+    write(tmp_path / "generator", training(1))
+    assert said("check", tmp_path).returncode == 0
+    write(tmp_path / "discriminator", training(1, findings=[finding("error")]))
+    found = said("check", tmp_path)
+    assert found.returncode == 1
+    assert found.stdout.startswith(f"{tmp_path / 'discriminator'}: error: ")
+
+
+def test_check_of_what_tbhooks_never_wrote_to_is_2_and_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("nothing\n")
+    for where in (scalars_of_a_trainer(tmp_path / "scalars"), tmp_path, tmp_path / "notes.txt"):
+        done = said("check", where)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith(f"tbhooks check: there is no data of tbhooks in {str(where)!r}")
+        assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("options", [[], ["--json"], ["--html", "page.html"]])
+@pytest.mark.parametrize("name", ["notes.txt", "notes.jsonl", "empty.tfevents"])
+def test_a_report_of_what_is_no_run_is_2_and_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, options: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).write_text("" if name.startswith("empty") else "not a run, but long enough for a header\n")
+    done = said("report", name, *options)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"tbhooks report: there is nothing to read in {name!r}: {name}: ")
+    assert not (tmp_path / "page.html").exists()
+    assert said("report", write(tmp_path / "fine", training(0)), name).returncode == 2
+
+
+def test_a_report_of_a_directory_whose_frames_are_below_shows_both(tmp_path: Path) -> None:
+    scalars_of_a_trainer(tmp_path)
+    write(tmp_path / "tbhooks", training(0), training(1))
+    shown = said("report", tmp_path)
+    assert shown.returncode == 0
+    assert shown.stdout.startswith(f"{tmp_path / 'tbhooks'}: 2 logged steps, 0 to 1")
+    assert "train/grad_norm" in shown.stdout
+    assert "train/loss" in shown.stdout
+    write(tmp_path / "another", training(0))
+    shown = said("report", tmp_path, COLUMNS="400")
+    assert "no frames of training" in shown.stdout
+    assert f"runs with frames below it: {tmp_path / 'another'}, {tmp_path / 'tbhooks'}" in " ".join(
+        shown.stdout.split()
+    )
+
+
+def test_a_report_of_two_runs_in_one_directory_shows_the_newest_and_says_so(tmp_path: Path) -> None:
+    for second, steps in ((0, 9), (1000, 3)):
+        given = [replace(training(step), time=1e9 + second + step) for step in range(steps)]
+        (file,) = write(tmp_path / "made", *given).iterdir()
+        file.replace(tmp_path / f"events.out.tfevents.{second}")
+    shown = said("report", tmp_path, COLUMNS="200")
+    assert shown.stdout.startswith(f"{tmp_path}: 3 logged steps, 0 to 2")
+    assert "2 runs were written here" in shown.stdout
+    assert "2 runs were written here" in said("check", tmp_path).stderr
 
 
 def test_rules_lists_every_rule_with_what_it_says_of_itself(

@@ -63,6 +63,10 @@ def test_variables_say_the_same_and_options_win() -> None:
         ("--include ,", "names with commas between them are wanted, not ','"),
         ("--logdir=", "logdir is a directory, not ''"),
         (f"--logdir {__file__}", f"logdir is a directory, not {__file__!r}"),
+        (
+            "--logdir nowhere://bucket/run",
+            "TensorBoard cannot write to 'nowhere://bucket/run': it has no file system for",
+        ),
         ("--evry 5", "unknown option '--evry': did you mean '--every'"),
         ("--logidr=d", "unknown option '--logidr': did you mean '--logdir'"),
         ("--quiet", "unknown option '--quiet': "),
@@ -80,7 +84,9 @@ def test_of_a_variable_its_name_is_said() -> None:
     assert understood(["--every", "2", "train.py"], {"TBHOOKS_EVERY": "often"})[0] == Options(None, {"every": 2})
 
 
-@pytest.mark.parametrize("words", ["--every 0 {}", "--evry 5 {}", "--every", "--ev 5 {}", "", "-m"])
+@pytest.mark.parametrize(
+    "words", ["--logdir nowhere://b/r {}", "--every 0 {}", "--evry 5 {}", "--every", "--ev 5 {}", "", "-m"]
+)
 def test_a_wrong_option_is_2_and_the_script_has_not_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str
 ) -> None:

@@ -7,7 +7,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -18,10 +18,11 @@ from torch.utils.tensorboard import SummaryWriter
 
 import tbhooks
 from tbhooks import runs
-from tbhooks.frame import KINDS
+from tbhooks.frame import KINDS, Severity
 from tbhooks.running import command, finding, launching
 from tbhooks.running.covering import covering
 from tbhooks.running.session import Session
+from tbhooks.runs import digest
 
 Begin = Callable[..., Session]
 
@@ -598,6 +599,80 @@ def test_a_relative_directory_is_that_of_the_start(
     assert [frame.step for frame in runs.read(tmp_path / "asked").training] == [0, 2]
 
 
+@pytest.fixture
+def bucket() -> Iterator[Any]:
+    """A file system that is no disk, as TensorBoard's writer sees one."""
+    files = pytest.importorskip("fsspec").filesystem("memory")
+    files.store.clear()
+    yield files
+    files.store.clear()
+
+
+def event_files_in(files: Any, directory: str) -> list[str]:
+    return [str(path) for path in files.find(directory)]
+
+
+def steps_in(files: Any, directory: str, tmp_path: Path) -> list[int]:
+    [path] = event_files_in(files, directory)
+    (tmp_path / "copied.tfevents").write_bytes(files.cat_file(path))
+    return [frame.step for frame in runs.read(tmp_path / "copied.tfevents").training]
+
+
+def test_a_remote_logdir_is_written_to_and_no_directory_of_that_name_is_made(
+    begin: Begin, tmp_path: Path, bucket: Any
+) -> None:
+    session = begin("--logdir", "memory://bucket/try")
+    model = net()
+    train(model, sgd(model))
+    said = session.close()
+    assert steps_in(bucket, "/bucket/try", tmp_path) == [0, 2]
+    assert said.startswith("memory://bucket/try: 2 of 3 steps logged")
+    assert said.endswith("\nto look: tensorboard --logdir memory://bucket/try")
+    assert [path.name for path in tmp_path.iterdir()] == ["copied.tfevents"]
+
+
+def test_a_remote_place_for_runs_gets_one_with_a_name(begin: Begin, tmp_path: Path, bucket: Any) -> None:
+    session = begin("--logdir", "memory://bucket/place/")
+    model = net()
+    train(model, sgd(model))
+    session.close()
+    assert steps_in(bucket, "/bucket/place", tmp_path) == [0, 2]
+    [path] = event_files_in(bucket, "/bucket/place")
+    assert path.split("/")[3].startswith("train-2")
+
+
+@pytest.mark.parametrize("asked", [(), ("--logdir", "memory://bucket/mine")], ids=["not asked", "asked"])
+def test_the_scripts_own_remote_writer_is_used_and_further_models_lie_below(
+    begin: Begin, tmp_path: Path, bucket: Any, asked: tuple[str, ...]
+) -> None:
+    session = begin(*asked)
+    writer = SummaryWriter("memory://bucket/mine")
+    encoder, decoder = nn.Linear(4, 4), net()
+    train(lambda x: decoder(encoder(x)), sgd(encoder, decoder))
+    said = session.close()
+    writer.close()
+    assert steps_in(bucket, "/bucket/mine/Linear", tmp_path) == [0, 2]
+    assert steps_in(bucket, "/bucket/mine/Sequential", tmp_path) == [0, 2]
+    assert len(event_files_in(bucket, "/bucket/mine")) == 3
+    assert "tbhooks report" not in said
+
+
+def test_runs_here_and_elsewhere_are_both_in_the_hint(begin: Begin, tmp_path: Path, bucket: Any) -> None:
+    session = begin()
+    first, second = net(), net(5)
+    with SummaryWriter("memory://bucket/mine"):
+        train(first, sgd(first))
+        session.watched[0][0].flush()
+    with SummaryWriter("mine"):
+        train(first, sgd(first))
+    train(second, sgd(second))
+    hint = session.close().splitlines()[-1]
+    assert (
+        hint
+        == "to look: tensorboard --logdir mine, or tensorboard --logdir memory://bucket/mine, or tbhooks report mine"
+    )
+
+
 # --- Nothing, and why ----------------------------------------------------------------------------
 
 
@@ -655,6 +730,31 @@ def test_why_there_is_nothing_is_said(begin: Begin, tmp_path: Path) -> None:
     model(batch())
     assert session.close() == "nothing was logged: a model was found, but none of its steps came to an end"
     assert not (tmp_path / "runs").exists()
+
+
+def test_the_end_of_the_run_tells_as_many_findings_as_the_report_and_each_once(begin: Begin, tmp_path: Path) -> None:
+    def gets_worse(history: tbhooks.History) -> list[tbhooks.Finding]:
+        frame = history[-1]
+        more = {"excess": 10.0**frame.step, "others": 2}
+        severity: Severity = "error" if frame.step > 5 else "warning"
+        moved = frame.sites[frame.step % 3]
+        return [
+            tbhooks.Finding(frame.step, frame.sites[0], "grows", severity, f"grows to {frame.step}", more),
+            tbhooks.Finding(frame.step, moved, "wanders", "warning", f"wanders to {frame.step}", more),
+        ]
+
+    session = begin("--every", "1")
+    session._options.watch["rules"] = [gets_worse]
+    model = net()
+    train(model, sgd(model), steps=9)
+    told = session.close()
+    found = only_run(tmp_path).findings
+    assert [(f.rule, f.severity, f.step) for f in found] == [("grows", "error", 6), ("wanders", "warning", 0)]
+    assert "9 of 9 steps logged, 2 findings\n" in told
+    assert [line.split(": ")[0].strip() for line in told.splitlines()[1:3]] == ["error", "warning"]
+    assert list(session.watched[0][0].findings) == found
+    document = digest.document(only_run(tmp_path))
+    assert len(document["findings"]) == 2
 
 
 def test_why_nothing_could_be_written_is_said(begin: Begin, tmp_path: Path) -> None:

@@ -152,3 +152,21 @@ def test_every_rank_trains_to_the_same_bit_under_torchrun(tmp_path: Path) -> Non
     printed = [sorted(re.findall(r"rank \d loss \S+ weights [0-9a-f]+", ran.stdout)) for ran in (bare, watched)]
     assert printed[0] == printed[1]
     assert len(printed[0]) == 2
+
+
+SHARDED = str(SCRIPTS / "fsdp_loop.py")
+
+
+@pytest.mark.parametrize("merged", [False, True], ids=["local", "merge"])
+def test_sharded_parameters_are_merged_where_asked_for_and_told_of_where_not(tmp_path: Path, merged: bool) -> None:
+    options = ("--ranks", "merge") if merged else ()
+    ran = by_torchrun(tmp_path / "run", "-m", "tbhooks", "run", "--every", "5", *options, SHARDED)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    said = [line for line in ran.stderr.splitlines() if line.startswith(OURS)]
+    assert any("--ranks merge shows the whole" in line for line in said) is not merged
+    assert sum("3 of 12 steps logged" in line for line in said) == 1
+    [directory] = (tmp_path / "run" / "runs").iterdir()
+    [first, *_] = runs.read(directory).training
+    whole = float(re.findall(r"norm at the start ([\d.]+)", ran.stdout)[0])
+    assert (first["0.weight", "weight"].norm == pytest.approx(whole, rel=1e-4)) is merged
+    assert first["0.weight", "weight"].count == (128 if merged else 64)

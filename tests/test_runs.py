@@ -128,6 +128,27 @@ def test_evaluations_are_frames_of_their_own_after_their_training_step(tmp_path:
         assert_same_frame(frame, by_key[frame.step, frame.is_evaluation])
 
 
+def test_a_run_with_everything_that_can_be_shown_has_no_problems(tmp_path: Path, roomy: None) -> None:
+    """Texts and graphs of ours are no frame tensors, and neither are those of the user."""
+    model = frames.make_model()
+    optimizer = frames.make_optimizer(model)
+    writer = SummaryWriter(str(tmp_path))
+    writer.add_text("tbhooks/mine", "a note")
+    with tbhooks.watch(model, writer, every=1).evaluation().environment().graph() as w:
+        w.per_channel("0").embeddings("2").hparams({"lr": 0.1}).summary()
+        for _ in range(2):
+            frames.train_step(model, optimizer)
+            model.eval()
+            with torch.no_grad():
+                model(torch.ones(2, 4))
+            model.train()
+    writer.close()
+    assert {"tbhooks/environment/text_summary", "tbhooks/summary/text_summary", "tbhooks/evaluation"} <= frames.tags(
+        tmp_path
+    )
+    assert runs.read(tmp_path).problems == []
+
+
 def test_order_is_that_of_execution_and_site_lists_are_shared(tmp_path: Path) -> None:
     data = {Site(name, "activation"): [1.0] for name in ("z", "a", "m")}
     run = runs.read(write(tmp_path, make_frame(0, data), make_frame(1, data)))
@@ -170,6 +191,109 @@ def test_a_resumed_run_has_each_step_once_as_it_was_the_last_time(tmp_path: Path
     assert run.frames[2].scalars["train/loss"] == 7.0
     assert run.scalars["train/loss"].values.tolist() == [1.0, 7.0]
     assert run.scalars["activation.mean/x"].steps.tolist() == [0, 1, 2, 2]
+
+
+def at(second: int, *given: Frame) -> list[Frame]:
+    """The same frames, written at another time."""
+    return [replace(frame, time=1e9 + second + frame.step) for frame in given]
+
+
+def run_of(second: int, mean: float, steps: range) -> list[Frame]:
+    return at(second, *(make_frame(k, {X: [mean]}, scalars={"train/loss": mean}) for k in steps))
+
+
+def event_file(directory: Path, name: str, *given: Frame) -> Path:
+    """Frames in a file of this name: the order of names is the order files were made in."""
+    (file,) = frames.event_files(write(directory / "made", *given))
+    return file.replace(directory / f"events.out.tfevents.{name}")
+
+
+def test_of_two_runs_in_one_directory_the_newest_is_read_and_that_is_said(tmp_path: Path) -> None:
+    old = event_file(tmp_path, "1", *run_of(0, 1.0, range(8)))
+    event_file(tmp_path, "2", *run_of(1000, 2.0, range(4)))
+    event_file(tmp_path, "3", *run_of(2000, 3.0, range(3, 6)))  # the second run, resumed
+    run = runs.read(tmp_path)
+    assert [(frame.step, frame["x", "activation"].mean) for frame in run.frames] == [
+        (0, 2.0), (1, 2.0), (2, 2.0), (3, 3.0), (4, 3.0), (5, 3.0),
+    ]  # fmt: skip
+    assert run.scalars["train/loss"].values.tolist() == [2.0, 2.0, 2.0, 2.0, 3.0, 3.0, 3.0]
+    assert len(run.problems) == 1
+    assert "2 runs were written here" in run.problems[0]
+    assert "events.out.tfevents.2" in run.problems[0]
+    assert [frame["x", "activation"].mean for frame in runs.read(old).frames] == [1.0] * 8
+    assert runs.read(old).problems == []
+
+
+def test_a_run_that_begins_again_in_the_same_file_is_another_run(tmp_path: Path) -> None:
+    given = [*run_of(0, 1.0, range(8)), *run_of(1000, 2.0, range(4))]
+    run = runs.read(write(tmp_path / "events", *given))
+    assert [frame["x", "activation"].mean for frame in run.frames] == [2.0] * 4
+    assert run.scalars["train/loss"].values.tolist() == [2.0] * 4
+    assert "2 runs were written here" in run.problems[0]
+    sink = JsonlSink(tmp_path / "lines" / "f.jsonl")
+    for frame in given:
+        sink.write(frame)
+    sink.close()
+    run = runs.read(tmp_path / "lines")
+    assert [frame["x", "activation"].mean for frame in run.frames] == [2.0] * 4
+    assert "2 runs were written here" in run.problems[0]
+
+
+@pytest.mark.parametrize("lines_are_newer", [True, False])
+def test_runs_in_event_files_and_in_lines_are_two_unless_they_are_the_same(
+    tmp_path: Path, lines_are_newer: bool
+) -> None:
+    old, new = run_of(0, 1.0, range(8)), run_of(1000, 2.0, range(4))
+    write(tmp_path, *(old if lines_are_newer else new))
+    sink = JsonlSink(tmp_path / "f.jsonl")
+    for frame in new if lines_are_newer else old:
+        sink.write(frame)
+    sink.close()
+    run = runs.read(tmp_path)
+    assert [frame["x", "activation"].mean for frame in run.frames] == [2.0] * 4
+    assert run.scalars["train/loss"].values.tolist() == [2.0] * 4
+    assert "2 runs were written here" in run.problems[0]
+
+
+def test_the_users_own_file_goes_with_the_run_it_was_written_during(tmp_path: Path) -> None:
+    for start, value in ((0, 1.0), (1000, 2.0)):
+        with SummaryWriter(str(tmp_path / "made")) as writer:
+            for step in range(3):
+                writer.add_scalar("mine", value, step, walltime=1e9 + start + step)
+        (file,) = frames.event_files(tmp_path / "made")
+        # TensorBoard's own first record has the time of today.
+        data = file.read_bytes()
+        file.unlink()
+        (tmp_path / f"events.out.tfevents.{start}.a").write_bytes(data[starts_of_records(data)[1] :])
+        event_file(tmp_path, f"{start}.b", *run_of(start, value, range(3)))
+    run = runs.read(tmp_path)
+    assert run.scalars["mine"].values.tolist() == [2.0] * 3
+    assert run.scalars["train/loss"].values.tolist() == [2.0] * 3
+
+
+def test_an_evaluation_before_the_first_step_belongs_to_the_run_it_begins(tmp_path: Path) -> None:
+    evaluated = Site("x", "eval.activation")
+    for number in (1, 2):
+        before = at(1000 * number, make_frame(0, {evaluated: [float(number)]}))
+        event_file(tmp_path, str(number), *before, *run_of(1000 * number, float(number), range(3)))
+    run = runs.read(tmp_path)
+    assert [(frame.step, frame.is_evaluation) for frame in run.frames] == [
+        (0, False),
+        (0, True),
+        (1, False),
+        (2, False),
+    ]
+    assert run.evaluations[0]["x", "eval.activation"].mean == 2.0
+
+
+def test_evaluations_alone_are_told_apart_as_well(tmp_path: Path) -> None:
+    evaluated = Site("x", "eval.activation")
+    for number in (1, 2):
+        given = [make_frame(step, {evaluated: [float(number)]}) for step in range(3 - number)]
+        event_file(tmp_path, str(number), *at(1000 * number, *given))
+    run = runs.read(tmp_path)
+    assert [frame["x", "eval.activation"].mean for frame in run.frames] == [2.0]
+    assert "2 runs were written here" in run.problems[0]
 
 
 def test_a_file_of_its_own_may_be_named_instead_of_the_directory(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+import tbhooks
 from tbhooks import select
 from tbhooks.errors import ArgumentError
 from tbhooks.frame import ROOT
@@ -109,6 +110,22 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "checkpointed": checkpoint_wrapper,
     "all": lambda module: torch.compile(nn.DataParallel(checkpoint_wrapper(module))),
 }
+
+
+def test_a_model_set_up_by_fabric_has_the_paths_of_the_model() -> None:
+    fabric = pytest.importorskip("lightning.fabric").Fabric(accelerator="cpu", devices=1)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 1)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapped, stepping = fabric.setup(model, optimizer)
+    assert unwrap(wrapped) is model
+    with tbhooks.watch(wrapped, every=1) as w:
+        fabric.backward(wrapped(torch.ones(3, 2)).sum())
+        stepping.step()
+        assert w.latest is not None
+        assert {site.path for site in w.latest.sites if site.kind == "activation"} == {"(root)", "0", "1", "1.0"}
+        assert {site.path for site in w.latest.sites if site.kind == "update"} == {
+            "0.weight", "0.bias", "1.0.weight", "1.0.bias",
+        }  # fmt: skip
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import gc
+import importlib.util
 import io
 import math
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -22,8 +24,9 @@ from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 
 import tbhooks
-from tbhooks import Frame, MemorySink
+from tbhooks import Frame, MemorySink, runs
 from tbhooks.buffer import Recorder
+from tbhooks.errors import ArgumentError
 from tests import frames, zoo
 from tests.loops import forward, mlp, sgd, steps_of, train
 
@@ -439,3 +442,84 @@ def test_reading_a_wrong_place_names_the_nearest() -> None:
     with pytest.raises(tbhooks.ArgumentError):
         watching.latest[["0"], "activation"]  # type: ignore[index]
     assert math.isnan(watching.latest["0", "activation"].ratio)
+
+
+# --- Directories that are URLs ------------------------------------------------------------------------
+
+
+def test_a_url_that_tensorboard_can_write_to_is_a_directory_and_nothing_is_made_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = pytest.importorskip("fsspec").filesystem("memory")
+    monkeypatch.chdir(tmp_path)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with tbhooks.watch(model, "memory://watched/", every=1):
+        model(torch.ones(4, 2)).sum().backward()
+        optimizer.step()
+    [path] = files.find("/watched")
+    (tmp_path / "copied.tfevents").write_bytes(files.cat_file(path))
+    files.store.clear()
+    assert path.split("/")[2].startswith("Linear-2")
+    assert [frame.step for frame in runs.read(tmp_path / "copied.tfevents").frames] == [0]
+    assert [path.name for path in tmp_path.iterdir()] == ["copied.tfevents"]
+
+
+@pytest.mark.parametrize(
+    ("writer", "problem"),
+    [
+        (
+            "nowhere://bucket/run",
+            "TensorBoard cannot write to 'nowhere://bucket/run': it has no file system for nowhere",
+        ),
+        (["memory://fine", "nowhere://bucket/run"], "TensorBoard cannot write to 'nowhere://bucket/run'"),
+        (Path("s3://bucket/run"), "'s3:/bucket/run' was a URL before it became a Path: give it as a str"),
+    ],
+)
+def test_a_url_that_tensorboard_cannot_write_to_is_refused_at_the_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer: Any, problem: str
+) -> None:
+    pytest.importorskip("fsspec")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ArgumentError, match=re.escape(problem)):
+        tbhooks.watch(nn.Linear(2, 1), writer)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_package_that_is_missing_for_a_url_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    if importlib.util.find_spec("gcsfs") or importlib.util.find_spec("tensorflow"):
+        pytest.skip("gs:// can be written to here")
+    with pytest.raises(ArgumentError, match=r"no file system for gs://: pip install gcsfs"):
+        tbhooks.watch(nn.Linear(2, 1), "gs://bucket/run")
+
+
+def test_a_run_elsewhere_is_not_read_and_that_is_said() -> None:
+    for read in (runs.read, runs.find):
+        with pytest.raises(ArgumentError, match="copy 's3://bucket/run' to it first"):
+            read("s3://bucket/run")
+
+
+# --- What it says of itself ---------------------------------------------------------------------------
+
+
+def test_stats_print_line_by_line_and_nothing_twice() -> None:
+    model = mlp()
+    model.add_module("unused", nn.Linear(2, 2))
+    model.add_module("again", model[0])
+    with tbhooks.watch(model, every=1) as w:
+        model.unused.forward = lambda x: x
+        optimizer = sgd(model)
+        model[0](torch.ones(2, model[0].in_features)).sum().backward()
+        optimizer.step()
+        w.step()
+        w.flush()
+    w._report.tell("something happened")
+    lines = str(w.stats).splitlines()
+    assert repr(w.stats) == str(w.stats)
+    assert len(lines) > 5
+    assert len(lines) == len(set(lines))
+    assert "message: something happened" in lines
+    for why in set(w.stats.unseen.values()):
+        assert str(w.stats).count(why) == 1
+    assert any(line.startswith("also called again: 0") for line in lines)
+    assert w.stats.unseen

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from tbhooks.errors import ArgumentError, check_names
+from tbhooks.findings import once_each
 from tbhooks.frame import ALL_KINDS, EVALUATION, Finding, Frame
 from tbhooks.history import History
 from tbhooks.notebook import mimebundle, panel
@@ -164,6 +165,12 @@ class Live:
             self._catch_up()
             return panel.text(self.followed, self.told())
 
+    def __str__(self) -> str:
+        """As `print` writes it: what the cell shows already is not written below it once more."""
+        with self._lock:
+            self._catch_up()
+            return panel.headline(self.followed, self.told()) if self._is_shown_here() else repr(self)
+
     def _repr_mimebundle_(
         self, include: Collection[str] | None = None, exclude: Collection[str] | None = None
     ) -> dict[str, str]:
@@ -173,9 +180,13 @@ class Live:
 
     def _ipython_display_(self) -> None:
         """As the value of the cell that made it, it is on the page already; a later cell shows it there, too."""
-        if self._shell is not None and self._shown_in != self._shell.execution_count:
+        if self._shell is not None and not self._is_shown_here():
             with self._lock, self._guarded():
                 self._show_here()
+
+    def _is_shown_here(self) -> bool:
+        """Whether the cell that runs has shown it."""
+        return self._shell is not None and self._shown_in == self._shell.execution_count
 
     # --- What screens call ----------------------------------------------------------------------------
 
@@ -183,7 +194,9 @@ class Live:
         """What is to be said besides the numbers."""
         watching = self._watching
         findings = sorted([*watching._replayed, *watching._judge.findings], key=lambda finding: finding.step)
-        return panel.Told(findings, tuple(_troubles(watching.stats)), "ended" if self._ended else "following")
+        return panel.Told(
+            once_each(findings), tuple(_troubles(watching.stats)), "ended" if self._ended else "following"
+        )
 
     @property
     def history(self) -> History:

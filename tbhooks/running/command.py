@@ -11,9 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tbhooks import remote
 from tbhooks.errors import ArgumentError, check_names
 
 NO_RULES = "none"
+MERGE = "merge"
 # Options without a value; every other one of ours has one.
 _FLAGS = ("-h", "--help")
 _DESCRIPTION = """\
@@ -26,9 +28,10 @@ examples:
   tbhooks run --every 10 --logdir runs/try -m package.train --lr 0.1
   tbhooks run --kinds activation,gradient --include 'encoder.*' train.py
   torchrun --nproc-per-node 2 -m tbhooks run train.py
+  torchrun --nproc-per-node 2 -m tbhooks run --ranks merge train_fsdp.py
 
 Each option can be said by a variable as well: TBHOOKS_EVERY, TBHOOKS_LOGDIR, TBHOOKS_KINDS, TBHOOKS_INCLUDE,
-TBHOOKS_EXCLUDE, TBHOOKS_RULES. Options win over variables.
+TBHOOKS_EXCLUDE, TBHOOKS_RULES, TBHOOKS_RANKS. Options win over variables.
 
 exit code: the script's own. 2 if an option is wrong or the script is not there; nothing has run then.
 """
@@ -50,6 +53,11 @@ class Options:
     logdir: str | None
     watch: dict[str, Any]
     """What `watch` is given; nothing that was not asked for."""
+
+    @property
+    def merges_ranks(self) -> bool:
+        """Whether every rank takes part, and not the first alone."""
+        return bool(self.watch.get("ranks") == MERGE)
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -120,6 +128,8 @@ def _parser() -> argparse.ArgumentParser:
                      "update (default: these), input, functional")  # fmt: skip
     run.add_argument("--include", metavar="GLOB,...", help="which modules, by their paths (default: all)")
     run.add_argument("--exclude", metavar="GLOB,...", help="which modules not")
+    run.add_argument("--ranks", metavar="HOW", help="local: what the first rank saw (default); merge: what all ranks "
+                     "saw, shards of parameters put together")  # fmt: skip
     run.add_argument("--rules", metavar="RULE,...", help="what is looked for, as tbhooks rules lists it, or none")
     return run
 
@@ -134,6 +144,7 @@ def _every(text: str) -> int:
 
 
 def _directory(text: str) -> str:
+    remote.check(text)
     if not text.strip() or os.path.isfile(os.path.expanduser(text)):
         raise ArgumentError(f"logdir is a directory, not {text!r}")
     return text
@@ -153,6 +164,11 @@ def _kinds(text: str) -> tuple[str, ...]:
     return _listed(text)
 
 
+def _ranks(text: str) -> str:
+    check_names("value of ranks", (text,), ("local", MERGE))
+    return text
+
+
 def _rules(text: str) -> tuple[str, ...]:
     from tbhooks.rules import RULES  # noqa: PLC0415
 
@@ -164,4 +180,5 @@ def _rules(text: str) -> tuple[str, ...]:
 
 _MEANINGS: dict[str, Callable[[str], Any]] = {
     "every": _every, "logdir": _directory, "kinds": _kinds, "include": _listed, "exclude": _listed, "rules": _rules,
+    "ranks": _ranks,
 }  # fmt: skip

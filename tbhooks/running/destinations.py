@@ -14,6 +14,7 @@ from typing import Any
 
 from tbhooks import naming
 from tbhooks.frame import Frame
+from tbhooks.remote import below, is_remote
 from tbhooks.running.command import Target
 from tbhooks.sinks.draining import drain_first
 from tbhooks.sinks.tensorboard import TensorBoardSink
@@ -28,9 +29,9 @@ class Destinations:
     def __init__(self, logdir: str | None, target: Target, start: Path) -> None:
         """`start` is the directory the script was started in, which it may have left."""
         place = logdir if logdir is not None and naming.is_place(logdir) else None
-        self._own = start / Path(place or "runs").expanduser() / f"{_name(target, start)}-{naming.now()}"
-        self._asked = None if logdir is None else self._own if place else start / Path(logdir).expanduser()
-        self._taken: Path | None = None
+        self._own = below(_absolute(place or "runs", start), f"{_name(target, start)}-{naming.now()}")
+        self._asked = None if logdir is None else self._own if place else _absolute(logdir, start)
+        self._taken: str | None = None
         self._writers: list[weakref.ref[Any]] = []
 
     def writer_made(self, writer: Any, drain: Callable[[], None]) -> None:
@@ -43,29 +44,28 @@ class Destinations:
         writer = self._writer()
         if not name:
             return self._directory() if writer is None else writer
-        base = self._directory() if writer is None else Path(_directory_of(writer)).absolute()
-        return base / name
+        return below(self._directory() if writer is None else _absolute(_directory_of(writer)), name)
 
     def _writer(self) -> Any:
         """The first that is open, or else the last that was, of those that are where the user wants the run."""
         made = [writer for writer in (reference() for reference in self._writers) if writer is not None]
-        fit = [writer for writer in made if self._asked in (None, Path(_directory_of(writer)).absolute())]
+        fit = [writer for writer in made if self._asked in (None, _absolute(_directory_of(writer)))]
         return next((writer for writer in fit if writer.file_writer is not None), fit[-1] if fit else None)
 
-    def _directory(self) -> Path:
+    def _directory(self) -> str:
         if self._asked is not None:
             return self._asked
         directory, times = self._own, 1
-        while directory.exists() and directory != self._taken:
+        while Path(directory).exists() and directory != self._taken:
             times += 1
-            directory = self._own.with_name(f"{self._own.name}-{times}")
+            directory = f"{self._own}-{times}"
         self._taken = directory
         return directory
 
 
-def _absolute(directory: str) -> str:
+def _absolute(directory: str, start: Path | None = None) -> str:
     """The same after the script has gone elsewhere."""
-    return directory if "://" in directory else str(Path(directory).absolute())
+    return directory if is_remote(directory) else str(Path(start or "", Path(directory).expanduser()).absolute())
 
 
 def _directory_of(writer: Any) -> str:

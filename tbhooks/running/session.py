@@ -36,7 +36,7 @@ _BEFORE_THE_CALL = ("input", "functional")
 
 def run(options: Options, target: Target) -> None:
     """Runs a script to its end, watched; what it raises comes out of here."""
-    if rank_and_world()[0] == 0:
+    if rank_and_world()[0] == 0 or options.merges_ranks:
         Session(options, target).start()
     launch(target)
 
@@ -176,12 +176,18 @@ class Session:
 
     def _watch(self, model: nn.Module, name: str) -> None:
         from tbhooks.running.destinations import Destination  # noqa: PLC0415
+        from tbhooks.shards import is_in_pieces  # noqa: PLC0415
         from tbhooks.watch import watch  # noqa: PLC0415
 
         reference = weakref.ref(model)
         destination = Destination(self._where(), name, lambda: self._is_watched(reference()))
         watching = watch(model, destination, **self._options.watch)
         self.watched.append((watching, destination))
+        if "ranks" not in self._options.watch and any(map(is_in_pieces, model.parameters())):
+            logger.warning(
+                "the parameters of %s are sharded over the ranks of this job: what is logged of weights, gradients and "
+                "updates is the first rank's part. tbhooks run --ranks merge shows the whole", type(model).__name__,
+            )  # fmt: skip
 
     def _is_watched(self, model: nn.Module | None) -> bool:
         """Whether the script does that itself."""

@@ -6,6 +6,8 @@ import os
 import shlex
 from typing import TYPE_CHECKING
 
+from tbhooks.remote import is_remote
+
 if TYPE_CHECKING:
     from tbhooks.frame import Finding
     from tbhooks.handle import Watch
@@ -27,7 +29,9 @@ def told(watched: list[tuple[Watch, Destination]], why_nothing: str) -> str:
 
 
 def _of_one(watching: Watch, destination: Destination) -> list[str]:
-    stats, findings = watching.stats, watching.findings
+    from tbhooks.findings import by_severity  # noqa: PLC0415  loads NumPy, which is there by then
+
+    stats, findings = watching.stats, by_severity(watching.findings)
     found = f"{len(findings)} {'finding' if len(findings) == 1 else 'findings'}" if findings else "nothing found wrong"
     begun = max(stats.steps, stats.logged)  # the last one may have been cut short
     where = ", ".join(map(_short, destination.directories))
@@ -47,14 +51,19 @@ def _line(finding: Finding) -> str:
 
 
 def _how_to_look(directories: list[str]) -> str:
-    together, first = (shlex.quote(_short(path)) for path in (os.path.commonpath(directories), directories[0]))
-    return f"to look: tensorboard --logdir {together}, or tbhooks report {first}"
+    """Runs that are elsewhere are for TensorBoard alone; nothing here reads them."""
+    here = [path for path in directories if not is_remote(path)]
+    elsewhere = [path for path in directories if is_remote(path)]
+    together = [*([_short(os.path.commonpath(here))] if here else []), *dict.fromkeys(elsewhere)]
+    look = [f"tensorboard --logdir {shlex.quote(path)}" for path in together]
+    report = [f"tbhooks report {shlex.quote(_short(path))}" for path in here[:1]]
+    return f"to look: {', or '.join([*look, *report])}"
 
 
 def _short(path: str) -> str:
     """Relative to here if it lies below."""
     try:
-        here = os.path.relpath(path)
+        here = path if is_remote(path) else os.path.relpath(path)
     except (OSError, ValueError):  # here is gone, or on another drive
         return path
     return path if here.startswith(os.pardir) else here

@@ -18,7 +18,9 @@ from tensorboard.compat.proto import summary_pb2
 from tbhooks.errors import ArgumentError, TbhooksError, nearest
 from tbhooks.findings import first_of_each
 from tbhooks.frame import CHANNEL, EVALUATION, Finding, Frame, Site
+from tbhooks.remote import local
 from tbhooks.runs.records import event_of_bytes, records
+from tbhooks.runs.restarts import Newest, Span, hides
 from tbhooks.runs.scalars import ScalarLog, Series
 from tbhooks.runs.stored import (
     LONGEST_NAME,
@@ -27,6 +29,7 @@ from tbhooks.runs.stored import (
     PackedCounts,
     StoredFrame,
     is_described,
+    is_for_another_tab,
     rows_of,
     seen_in,
 )
@@ -79,7 +82,7 @@ class Run:
 
 def read(directory: str | Path, progress: Progress | None = None) -> Run:
     """The run in a directory, or in one file of it; `progress` is called with bytes read and bytes in all."""
-    where = Path(directory)
+    where = local(directory)
     events, lines = _files(where)
     reader = _Reader()
     sizes = [_size(path) for path in events]
@@ -92,7 +95,7 @@ def read(directory: str | Path, progress: Progress | None = None) -> Run:
 
 def find(directory: str | Path) -> list[Path]:
     """Every directory at or below this one that holds a run, sorted by name."""
-    where = Path(directory)
+    where = local(directory)
     if not where.is_dir():
         raise ArgumentError(_missing(where))
     below = {path.parent for path in where.rglob(EVENT_FILES) if path.is_file()}
@@ -152,8 +155,8 @@ def _shifted(progress: Progress | None, before: int, total: int) -> Progress | N
 class _Step:
     """What is known so far of one frame."""
 
-    def __init__(self) -> None:
-        self.time = 0.0
+    def __init__(self, time: float = 0.0, file: str = "") -> None:
+        self.time, self.file = time, file
         self.rows: dict[str, tuple[Layout, Floats]] = {}
         self.counts: dict[str, PackedCounts] = {}
         self.findings: tuple[Finding, ...] = ()
@@ -173,6 +176,14 @@ class _Reader:
         self._same_sites: dict[tuple[Site, ...], tuple[Site, ...]] = {}
         self._layouts_of_file: dict[str, Layout] = {}
         self._unchecked = _CHECKED_AT_ONCE
+        # Training frames say where a run begins; those of evaluations where there are no others.
+        self._newest = {evaluation: Newest() for evaluation in (False, True)}
+        self._newest_given = Newest()
+        self._spans: list[Span] = []
+        self._has_frames = False
+        """Whether the file that is being read has any."""
+        self._since = 0
+        """How many entries of the scalars' log are older than the newest run."""
 
     def tell(self, problem: str) -> None:
         """Each problem once; a file of nothing but problems does not fill the memory with them."""
@@ -184,18 +195,22 @@ class _Reader:
     def read_events(self, path: Path, progress: Progress | None) -> None:
         self._layouts_of_file = {}
         event_class = event_of_bytes()
+        begin, last, self._has_frames = self._scalars.entries, 0.0, False
         for data in records(path, self.tell, progress):
             try:
                 event = event_class.FromString(data)
-                self._take(event.step, event.wall_time, event.summary, path)
+                last = event.wall_time
+                self._take(event.step, last, event.summary, path, begin)
             except (DecodeError, ValueError) as problem:
                 self.tell(f"{path.name}: a record that is no event, skipped ({_short(problem)})")
+        self._spans.append(Span(begin, self._scalars.entries, last, self._has_frames))
 
-    def _take(self, step: int, time: float, summary: bytes, path: Path) -> None:
+    def _take(self, step: int, time: float, summary: bytes, path: Path, begin: int) -> None:
+        before = self._scalars.entries
         scalars, others = self._scalars.take(step, summary)
         tensors = [value for data in others if (value := self._parsed(data, path)) is not None]
         kinds: list[str] = []
-        frame = _Step()
+        frame = _Step(time, path.name)
         for value in tensors:
             try:
                 kinds += self._take_tensor(frame, value)
@@ -204,7 +219,13 @@ class _Reader:
         if kinds:
             self._frame_tags.update(scalars)
             told_by = [*frame.rows, *frame.counts] or kinds  # a finding may speak of another frame's site
-            self._add(step, any(kind.startswith(EVALUATION) for kind in told_by), time, frame)
+            evaluation = any(kind.startswith(EVALUATION) for kind in told_by)
+            self._has_frames = True
+            if frame.rows and self._begins(step, evaluation, frame):
+                in_new_file = self._newest[evaluation].in_new_file
+                self._since = begin if in_new_file else before
+                self._steps = {k: known for k, known in self._steps.items() if in_new_file and known.file == path.name}
+            self._steps[step, evaluation] = frame  # one that was logged again is what it was the last time
             frame.scalars.update(scalars)
         else:
             self._join(step, scalars)
@@ -237,7 +258,7 @@ class _Reader:
             self._layouts_of_file[value.tag] = Layout.read(value.metadata)
         layout = self._layouts_of_file.get(value.tag)
         if layout is None:
-            if value.tag.startswith("tbhooks/") and value.tag != finding_codec.TEXT_TAG:
+            if value.tag.startswith("tbhooks/") and not is_for_another_tab(value):
                 raise ValueError("nothing before it says what it is")
             return []
         if layout.buckets:
@@ -252,10 +273,10 @@ class _Reader:
             packed.unpack()
         return packed
 
-    def _add(self, step: int, evaluation: bool, time: float, frame: _Step) -> None:
-        """A step that was logged again, as after a resume, is what it was the last time."""
-        frame.time = time
-        self._steps[step, evaluation] = frame
+    def _begins(self, step: int, evaluation: bool, frame: _Step) -> bool:
+        """Whether a run begins with this frame, and it is not the first one."""
+        begins = self._newest[evaluation].begins(step, frame.time, frame.file)
+        return begins and (not evaluation or not self._newest[False].count)
 
     # --- Files of frames ---
 
@@ -267,6 +288,9 @@ class _Reader:
             for frame in jsonl.read(path):
                 _check(frame)
                 frame = replace(frame, sites=self._same_sites.setdefault(frame.sites, frame.sites))  # noqa: PLW2901
+                is_training = bool(frame.sites) and not frame.is_evaluation
+                if is_training and self._newest_given.begins(frame.step, frame.time, path.name):
+                    self._given = {}
                 self._given[frame.step, frame.is_evaluation] = _with_earlier(frame, self._given)
             if not _ends_with_newline(path):
                 self.tell(f"{path.name}: cut short in its last line, the last step may be missing")
@@ -276,15 +300,33 @@ class _Reader:
     # --- The run ---
 
     def run(self, where: Path) -> Run:
+        spans = self._forget_older_runs()
         frames = {key: self._frame(key[0], step) for key, step in self._steps.items()} | self._given
         ordered = [frames[key] for key in sorted(frames)]
-        scalars = self._scalars.series()
+        scalars = self._scalars.series(spans)
         for frame in self._given.values():
             for tag in frame.scalars.keys() - scalars.keys():
                 scalars[tag] = _series_of(tag, ordered)
         channels = [self._frame(key[0], step, of_channels=True) for key, step in sorted(self._steps.items())]
         seen = [frame for frame in channels if frame.sites]
         return Run(where, ordered, first_of_each(ordered), scalars, self.problems, seen)
+
+    def _forget_older_runs(self) -> list[tuple[int, int]] | None:
+        """Says so if there are any; returns which entries of the scalars' log are those of the newest, None for all."""
+        events, given = self._newest[not self._newest[False].count], self._newest_given
+        newest, hidden = (given, events) if hides(given, events) else (events, given)
+        count = max(events.count, given.count)
+        if hides(newest, hidden):
+            count += hidden.count
+            self._steps, self._given = (self._steps, {}) if newest is events else ({}, self._given)
+        if count < 2:
+            return None
+        which = f"this is the newest, which begins in {newest.file}"
+        another = "To read another, name its file instead of the directory"
+        self.problems.insert(0, f"{count} runs were written here, one after the other: {which}. {another}")
+        since = self._since if newest is events else self._scalars.entries
+        beside = [(s.begin, s.end) for s in self._spans if s.end <= since and s.is_beside(newest)]
+        return [*beside, (since, self._scalars.entries)]
 
     def _frame(self, number: int, step: _Step, *, of_channels: bool = False) -> Frame:
         chosen = {

@@ -15,7 +15,7 @@ import numpy as np
 
 from tbhooks import findings, series, stats
 from tbhooks.findings import SEVERITIES
-from tbhooks.frame import Finding, Frame, Site
+from tbhooks.frame import ROOT, Finding, Frame, Site
 from tbhooks.plain import plain
 from tbhooks.runs import Run
 from tbhooks.runs.scalars import Series
@@ -24,6 +24,7 @@ from tbhooks.series import Grid
 __all__ = ["SEVERITIES", "Grid", "as_json", "by_severity", "document", "grids", "own_scalars"]
 
 DOCUMENT_VERSION = 1
+RETURNED_LOSS = "loss returned by the model"
 
 
 def grids(run: Run) -> list[Grid]:
@@ -32,8 +33,22 @@ def grids(run: Run) -> list[Grid]:
 
 
 def own_scalars(run: Run) -> dict[str, Series]:
-    """What was logged besides the statistics of sites, the most telling first."""
-    return {tag: run.scalars[tag] for tag in series.own_scalars(run.scalars) if len(run.scalars[tag].steps)}
+    """What was logged besides the statistics of sites, the most telling first; a loss that the model returns, too."""
+    scalars = {**run.scalars, **_returned_losses(run)}
+    return {tag: scalars[tag] for tag in series.own_scalars(scalars) if len(scalars[tag].steps)}
+
+
+def _returned_losses(run: Run) -> dict[str, Series]:
+    """The output `loss` of the whole model, as transformers' models have one: the mean over a step's forwards."""
+    found: dict[str, Series] = {}
+    for frames, kind, tag in ((run.training, "activation", RETURNED_LOSS), (run.evaluations, "eval.activation", "")):
+        name = Site(ROOT, kind, "[loss]").name
+        seen = [(frame.step, float(frame[name, kind].mean)) for frame in frames if (name, kind) in frame]
+        if seen:
+            steps, values = zip(*seen, strict=True)
+            made = Series(np.array(steps, dtype=np.int64), np.array(values, dtype=np.float64))
+            found[tag or f"{RETURNED_LOSS} in evaluation"] = made
+    return found
 
 
 def by_severity(run: Run) -> list[Finding]:

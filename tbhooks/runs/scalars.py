@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from array import array
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -128,12 +128,24 @@ class ScalarLog:
             if template.read(summary) is not None:
                 self._templates.appendleft(template)
 
-    def series(self) -> dict[str, Series]:
-        """Every scalar by its tag."""
+    @property
+    def entries(self) -> int:
+        """How many there are so far; a summary makes one or two."""
+        return len(self._steps)
+
+    def series(self, spans: Sequence[tuple[int, int]] | None = None) -> dict[str, Series]:
+        """Every scalar by its tag; of these spans of entries alone, if any are given."""
         small = np.uint16 if len(self._tags) < 1 << 16 else np.int32  # NumPy sorts 16 bits in linear time
         which = np.frombuffer(self._which, np.int32).astype(small) if self._which else np.zeros(0, small)
         values = np.frombuffer(bytes(self._raw), "<f4").astype(np.float64)
-        steps = np.repeat(np.array(self._steps, dtype=np.int64), np.array(self._lengths, dtype=np.int64))
+        lengths = np.array(self._lengths, dtype=np.int64)
+        steps = np.repeat(np.array(self._steps, dtype=np.int64), lengths)
+        if spans is not None:
+            entries = np.zeros(len(lengths), dtype=bool)
+            for begin, end in spans:
+                entries[begin:end] = True
+            kept = np.repeat(entries, lengths)
+            which, values, steps = which[kept], values[kept], steps[kept]
         order = np.argsort(which, kind="stable")
         values, steps = values[order], steps[order]
         ends = np.cumsum(np.bincount(which, minlength=len(self._tags))).tolist()
@@ -141,6 +153,7 @@ class ScalarLog:
         return {
             tag: _by_step(steps[start:end], values[start:end])
             for tag, start, end in zip(self._tags, starts, ends, strict=True)
+            if start < end
         }
 
     def _learn(self, value: bytes) -> tuple[int, bytes]:

@@ -69,6 +69,11 @@ def is_described(value: summary_pb2.Summary.Value) -> bool:
     return bool(value.metadata.plugin_data.plugin_name == PLUGIN and value.metadata.plugin_data.content)
 
 
+def is_for_another_tab(value: summary_pb2.Summary.Value) -> bool:
+    """Whether a value says that it is a text, a graph or the like: these name their plugin in every value."""
+    return value.metadata.plugin_data.plugin_name not in ("", PLUGIN)
+
+
 def rows_of(value: summary_pb2.Summary.Value, layout: Layout) -> Floats:
     """The rows of every site of the layout; raises ValueError if the tensor is not of that shape."""
     tensor = value.tensor
