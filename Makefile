@@ -3,7 +3,7 @@ VENV := .venv
 PYTHON := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-slow test-browser test-triton test-trackers lint bench notebooks clinic look clean
+.PHONY: demo test test-slow test-torch test-browser test-triton test-trackers lint bench notebooks clinic look clean
 
 demo: $(READY)  ## train a small CNN on digits, watched, and say how to look at it
 	$(PYTHON) -m tbhooks demo
@@ -13,6 +13,15 @@ test: lint  ## everything CI runs
 
 test-slow: $(READY)  ## the cases that `make test` leaves out for their time
 	$(PYTHON) -m pytest -n 3 --dist loadgroup -m slow
+
+VERSION := 2.15.0
+TORCH := .venv-torch-$(VERSION)
+test-torch:  ## the suite on another torch (make test-torch VERSION=2.6.0); the registry's build with CUDA takes 5 GB
+	test -d $(TORCH) || python3 -m venv $(TORCH)
+	grep -v '^torch==' constraints.txt > $(TORCH)/constraints.txt
+	echo 'torch==$(VERSION)' >> $(TORCH)/constraints.txt
+	$(TORCH)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(TORCH)/constraints.txt --editable '.[dev]'
+	$(TORCH)/bin/python -m pytest -n 3 --dist loadgroup -m "not slow"
 
 test-browser: $(READY)  ## the TensorBoard tab in a real browser: Debian's chromium
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,browser]'
@@ -62,4 +71,4 @@ $(READY): pyproject.toml constraints.txt hatch_build.py tbhooks/kernel.c
 	touch $(READY)
 
 clean:
-	rm -rf $(VENV) runs build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-torch-* runs build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

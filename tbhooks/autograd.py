@@ -13,17 +13,39 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils.checkpoint import CheckpointFunction
+
+from tbhooks.torch_private import look_up
 
 NO_BACKWARD = -1
-_graph_task = getattr(torch._C, "_current_graph_task_id", lambda: NO_BACKWARD)
-_dispatch_modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
-is_profiled: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled", lambda: False)
-"""Whether a profiler records this thread."""
-_Label: Callable[[str], Any] = getattr(torch._C._profiler, "_RecordFunctionFast", torch.profiler.record_function)
 _NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-_REENTRANT = CheckpointFunction.backward.__code__
+_graph_task: Callable[[], int] = look_up(
+    "torch._C._current_graph_task_id", lambda: NO_BACKWARD, "checkpoints that are recomputed are counted twice"
+)
+_dispatch_modes: Callable[[], int] = look_up(
+    "torch._C._len_torch_dispatch_stack", lambda: 0, "modes such as FLOP counters see what reads the model"
+)
+_disable_current_modes: Callable[[], contextlib.AbstractContextManager[Any]] = look_up(
+    "torch.utils._python_dispatch._disable_current_modes",
+    lambda: _NOTHING,
+    "modes such as FLOP counters see what reads the model",
+)
+is_profiled: Callable[[], bool] = look_up("torch.autograd._profiler_enabled", lambda: False, "traces have no labels")
+"""Whether a profiler records this thread."""
+_Label: Callable[[str], Any] = look_up(
+    "torch._C._profiler._RecordFunctionFast", torch.profiler.record_function, "labels in traces take longer"
+)
+_tracing_state: Callable[[], object] = look_up(
+    "torch._C._get_tracing_state", lambda: None, "a model that torch.jit.trace runs is read like any other"
+)
+_queue_callback: Callable[[Callable[[], None]], None] | None = look_up(
+    "torch.autograd.Variable._execution_engine.queue_callback",
+    None,
+    "weight gradients are read when the optimizer steps, and not where there is none",
+)
+_reentrant: Any = look_up(
+    "torch.utils.checkpoint.CheckpointFunction.backward", None, "gradients in reentrant checkpoints are counted twice"
+)
+_REENTRANT = getattr(_reentrant, "__code__", None)
 
 
 def capture_check() -> Callable[[], bool]:
@@ -31,6 +53,11 @@ def capture_check() -> Callable[[], bool]:
     again with every replay.
     """
     return torch.cuda.is_current_stream_capturing if torch.cuda.is_available() else lambda: False
+
+
+def is_traced() -> bool:
+    """Whether torch.jit.trace is running the model."""
+    return _tracing_state() is not None
 
 
 def backward_pass() -> int:
@@ -55,8 +82,8 @@ def in_nested_backward() -> bool:
 
 def at_end_of_backward(function: Callable[[], None]) -> None:
     """Calls it when the running backward pass has ended, after what others want done then: DDP averages there."""
-    queue = torch.autograd.Variable._execution_engine.queue_callback
-    queue(partial(queue, function))
+    if _queue_callback is not None:
+        _queue_callback(partial(_queue_callback, function))
 
 
 def unrecorded() -> contextlib.AbstractContextManager[Any]:

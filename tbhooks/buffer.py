@@ -68,7 +68,7 @@ def _reduce_divided(scale: Tensor) -> Reduce:
 
 def was_given_away(tensor: Tensor) -> bool:
     """Whether its memory was, as sharded training does with weights it has gathered: reading it would be the end."""
-    if not tensor.numel() or tensor.layout is not torch.strided or not torch._C._has_storage(tensor):
+    if not tensor.numel() or tensor.layout is not torch.strided or not rows.has_storage(tensor):
         return False
     return tensor.untyped_storage().nbytes() == 0
 

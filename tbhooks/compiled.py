@@ -9,10 +9,11 @@ of torch's private compile interfaces are used here and nowhere else.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import itertools
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import Any, Protocol, TypeVar
 
@@ -20,7 +21,18 @@ import torch
 import wrapt
 from torch import Tensor, nn
 
+from tbhooks.report import logger
+from tbhooks.torch_private import look_up, missing
+
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+hooks_are_guarded = False
+"""Whether compilation.py stands around dynamo's compiler. Where it cannot, hooks do nothing while they are compiled."""
+hooks_are_wanted = False
+"""Whether compilation.py stands around what is being traced now, and wants hooks in it. Never while exporting."""
+NOT_GUARDED = "it was not seen running, and compiled code is not read: the compiler of this torch is not known"
+traced: list[Gate | None] = []
+"""What the running compilation has come across: the gates of module hooks, None for others of ours."""
 
 
 class Observer(Protocol):
@@ -56,7 +68,9 @@ class Gate:
         self.serial = _host_number(int(self.serial) + 1)
 
     def compiling(self) -> bool:
-        """Called while a hook is being compiled, and only then."""
+        """Called while a hook is being compiled, and only then; says whether it may become part of the graph."""
+        if not may_read(self):
+            return False
         if not self.was_compiled:
             self.was_compiled = True
             self.get_ready()
@@ -64,6 +78,16 @@ class Gate:
 
     # torch._dynamo calls a function with this mark at once, and keeps its result in the graph.
     compiling._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def may_read(gate: Gate | None = None) -> bool:
+    """Called while a hook is being compiled: whether it may become part of the graph."""
+    if hooks_are_wanted:
+        traced.append(gate)
+    return hooks_are_wanted
+
+
+may_read._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _host_number(value: int) -> Tensor:
@@ -87,15 +111,32 @@ def ticket(observer: Observer) -> Tensor:
 
 
 def _see(tensor: Tensor | None, kind: str, index: str, gradient: str, ticket: Tensor, serial: Tensor) -> None:
-    observer = _observers.get(int(ticket))
-    if observer is not None and tensor is not None:
-        observer.saw_in_graph(tensor, kind, index, gradient, int(serial))
+    with _unheard("an operator in compiled code"):
+        observer = _observers.get(int(ticket))
+        if observer is not None and tensor is not None:
+            observer.saw_in_graph(tensor, kind, index, gradient, int(serial))
 
 
 def _begin(ticket: Tensor) -> None:
-    observer = _observers.get(int(ticket))
-    if observer is not None:
-        observer.began_in_graph()
+    with _unheard("an operator in compiled code"):
+        observer = _observers.get(int(ticket))
+        if observer is not None:
+            observer.began_in_graph()
+
+
+failures: list[tuple[str, Exception]] = []
+"""What went wrong in compiled code before it was known whose hook it was; each watch tells of it."""
+MOST_FAILURES = 20
+
+
+@contextlib.contextmanager
+def _unheard(where: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as problem:
+        if len(failures) < MOST_FAILURES:
+            failures.append((where, problem))
+            logger.debug("%s", where, exc_info=problem)
 
 
 _library: Any = torch.library.Library("tbhooks", "DEF")  # type: ignore[no-untyped-call]
@@ -108,11 +149,24 @@ def _define(schema: str, run: Callable[..., None]) -> Any:
     _library.define(schema, tags=() if unsafe is None else (unsafe,))
     _library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"tbhooks::{name}", lambda *_: None, lib=_library)
-    with contextlib.suppress(ImportError, AttributeError):  # without effects, compilers may drop the operator
-        from torch._library.effects import EffectType  # noqa: PLC0415  not in every version
+    operator = getattr(torch.ops.tbhooks, name).default
+    _keep_in_order(operator)
+    return operator
 
-        torch._library.simple_registry.singleton.find(f"tbhooks::{name}").effect.register(EffectType.ORDERED)
-    return getattr(torch.ops.tbhooks, name).default
+
+def _keep_in_order(operator: Any) -> None:
+    """Without effects compilers may drop an operator that returns nothing."""
+    lost = "what runs compiled is not read"
+    try:
+        if importlib.util.find_spec("torch._library.effects") is not None:
+            ordered = look_up("torch._library.effects.EffectType", None, lost).ORDERED
+            registry = look_up("torch._library.simple_registry.singleton", None, lost)
+            registry.find(operator.name()).effect.register(ordered)
+        else:  # before torch 2.10
+            ordered = look_up("torch._higher_order_ops.effects._EffectType", None, lost).ORDERED
+            look_up("torch._higher_order_ops.effects._register_effectful_op", None, lost)(operator, ordered)
+    except Exception as problem:
+        missing["effects of operators"] = f"{lost}: {type(problem).__name__}: {problem}"
 
 
 see = _define("see(Tensor? tensor, str kind, str index, str gradient, Tensor ticket, Tensor serial) -> ()", _see)
@@ -121,14 +175,24 @@ begin = _define("begin(Tensor ticket) -> ()", _begin)
 """Tells the observer of `ticket` that a forward of the whole model begins."""
 
 
+_SLOWER = "hooks may be compiled on their own, which takes time and changes nothing"
+_eval_frame: Any = look_up("torch._C._dynamo.eval_frame", None, _SLOWER)
+
+
+def _set_strategy(code: CodeType, itself: str, what_it_calls: str) -> None:
+    """Tells dynamo how to run code that is called outside of what it compiles."""
+    with contextlib.suppress(AttributeError, TypeError):  # another way to say it in another version
+        if not hasattr(_eval_frame, "_FrameExecStrategy"):  # before torch 2.7
+            _eval_frame.skip_code(code)
+            return
+        actions = _eval_frame._FrameAction
+        strategy = _eval_frame._FrameExecStrategy(getattr(actions, itself), getattr(actions, what_it_calls))
+        _eval_frame.set_code_exec_strategy(code, strategy)
+
+
 def runs_as_python(function: Function) -> Function:
     """Marks a function that torch.compile may trace as part of a model, but never compiles on its own."""
-    with contextlib.suppress(ImportError, AttributeError):
-        from torch._C._dynamo import eval_frame  # noqa: PLC0415  private
-
-        skip = eval_frame._FrameAction.SKIP
-        strategy = eval_frame._FrameExecStrategy(skip, skip)  # neither itself nor what it calls
-        eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    _set_strategy(function.__code__, "SKIP", "SKIP")
     return function
 
 
@@ -142,12 +206,7 @@ def stays_uncompiled(function: Callable[..., Any]) -> None:
         return
     if (function.__module__ or "").startswith(("torch.nn.", "torch.ao.")):
         _stay_uncompiled.add(code)
-        with contextlib.suppress(ImportError, AttributeError):
-            from torch._C._dynamo import eval_frame  # noqa: PLC0415  private
-
-            actions = eval_frame._FrameAction
-            strategy = eval_frame._FrameExecStrategy(actions.SKIP, actions.DEFAULT)
-            eval_frame.set_code_exec_strategy(code, strategy)
+        _set_strategy(code, "SKIP", "DEFAULT")
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -175,6 +234,11 @@ def show(tensor: Tensor, kind: str, index: str, wants_gradient: bool, ticket: Te
 
     torch._dynamo takes the call as it is; what it does is traced below it, where tensors take hooks again.
     """
+    with _unheard("a hook in compiled code"):
+        _show(tensor, kind, index, wants_gradient, ticket, serial)
+
+
+def _show(tensor: Tensor, kind: str, index: str, wants_gradient: bool, ticket: Tensor, serial: Tensor) -> None:
     comes = NO_GRADIENT
     if wants_gradient and tensor.requires_grad and not tensor.is_leaf:  # a leaf outlives the graph, as would its hook
         comes = LOST_GRADIENT if _backward_is_compiled() else GRADIENT_COMES
@@ -189,7 +253,8 @@ def show(tensor: Tensor, kind: str, index: str, wants_gradient: bool, ticket: Te
 
 def _backward_is_compiled() -> bool:
     """Whether compiled autograd is on, which cannot take hooks on tensors inside a graph."""
-    return bool(sys.modules["torch._dynamo"].compiled_autograd.compiled_autograd_enabled)
+    autograd = getattr(sys.modules["torch._dynamo"], "compiled_autograd", None)
+    return bool(getattr(autograd, "compiled_autograd_enabled", False))
 
 
 def _take_as_it_is(dynamo: Any) -> None:

@@ -7,6 +7,7 @@ forward, is the caller's. It puts no hooks on anything and never waits for the d
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 from collections.abc import Callable
@@ -17,12 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
-from torch.utils._device import DeviceContext
 
 from tbhooks import attention, outputs
-from tbhooks.autograd import unrecorded
+from tbhooks.autograd import is_traced, unrecorded
 from tbhooks.report import Report
 from tbhooks.rows import has_no_data
+from tbhooks.torch_private import look_up, missing
 
 Operation = Callable[..., Any]
 Given = tuple[tuple[Any, ...], dict[str, Any]]
@@ -57,7 +58,7 @@ OPERATIONS: dict[Operation, str] = {
     operation: name
     for name in _LISTED
     for spelling in (name, f"{name}_", *_SPELLINGS.get(name, ()))
-    for namespace in (F, torch, Tensor, torch.special, torch.linalg, torch._C._nn)
+    for namespace in (F, torch, Tensor, torch.special, torch.linalg, getattr(torch._C, "_nn", None))
     for operation in (getattr(namespace, spelling, None),)
     if operation is not None
 }
@@ -71,8 +72,17 @@ FUSED_IN_EVALUATION = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.Tra
 
 # A frame of this code is a module's call.
 MODULE_CALL = nn.Module._call_impl.__code__
-push = torch._C._push_on_torch_function_stack
-_pop = torch._C._pop_torch_function_stack
+_NOT_SEEN = "functional operations are not seen"
+_PUSH, _POP = "torch._C._push_on_torch_function_stack", "torch._C._pop_torch_function_stack"
+push: Callable[[TorchFunctionMode], None] = look_up(_PUSH, lambda _: None, _NOT_SEEN)
+_pop: Callable[[], Any] = look_up(_POP, lambda: None, _NOT_SEEN)
+_mode_at: Callable[[int], Any] = look_up("torch._C._get_function_stack_at", lambda _: None, _NOT_SEEN)
+_count_modes: Callable[[], int] = look_up("torch._C._len_torch_function_stack", lambda: 0, _NOT_SEEN)
+_CAN_LIE_ON_STACK = _NOT_SEEN not in "".join(missing.values())
+_DeviceContext: type = look_up("torch.utils._device.DeviceContext", type(None), "attention in a composite is not seen")
+_DisableTorchFunction: Callable[[], Any] = look_up(
+    "torch._C.DisableTorchFunction", contextlib.nullcontext, "modes and subclasses see how operations are read"
+)
 
 
 class _Call:
@@ -136,7 +146,7 @@ class OwnMode(TorchFunctionMode):
         While one of its operations runs torch itself holds the mode, and puts it back afterwards: then it stays
         until the next time this is called.
         """
-        if wanted is not self._on and not self._operations_running:
+        if wanted is not self._on and not self._operations_running and _CAN_LIE_ON_STACK:
             (push if wanted else take_off)(self)
             self._on = wanted
 
@@ -204,13 +214,13 @@ class _Mode(OwnMode):
 
 def _nobody_else_is_asked(types: Any) -> bool:
     """Whether neither a subclass nor another mode, which a redispatch would pass over, has a say in an operation."""
-    modes = map(torch._C._get_function_stack_at, range(torch._C._len_torch_function_stack()))
-    return all(map(_has_plain_meaning, types)) and all(isinstance(mode, DeviceContext | OwnMode) for mode in modes)
+    modes = map(_mode_at, range(_count_modes()))
+    return all(map(_has_plain_meaning, types)) and all(isinstance(mode, (_DeviceContext, OwnMode)) for mode in modes)
 
 
 def take_off(mode: TorchFunctionMode) -> None:
     """Removes a mode from torch's stack, wherever it lies, and leaves all others as they are."""
-    if not any(torch._C._get_function_stack_at(i) is mode for i in range(torch._C._len_torch_function_stack())):
+    if not any(_mode_at(i) is mode for i in range(_count_modes())):
         return
     above = []
     while (top := _pop()) is not mode:
@@ -273,7 +283,7 @@ class Functional:
         started = self._report.enter()
         try:
             with (
-                torch._C.DisableTorchFunction(),
+                _DisableTorchFunction(),
                 unrecorded(),
             ):  # neither subclasses nor modes of the user see our reading
                 for _, tensor in outputs.tensors(result)[:1]:
@@ -311,10 +321,13 @@ class Functional:
 
 
 def _is_traced() -> bool:
-    return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+    return torch.compiler.is_compiling() or is_traced()
 
 
-_PLAIN_MEANING = (getattr(Tensor.__torch_function__, "__func__", None), torch._C._disabled_torch_function_impl)
+_PLAIN_MEANING = (
+    getattr(Tensor.__torch_function__, "__func__", None),
+    getattr(torch._C, "_disabled_torch_function_impl", None),
+)
 
 
 def _has_plain_meaning(kind: type[Tensor]) -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tbhooks import compiled, outputs
-from tbhooks.autograd import in_backward, labelled
+from tbhooks.autograd import in_backward, is_traced, labelled
 from tbhooks.buffer import NO_SITE
 from tbhooks.compiled import Gate, runs_as_python
 from tbhooks.frame import ROOT, Site
@@ -94,7 +94,7 @@ class ForwardHook(_Unkept):
     @runs_as_python
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
-            if not torch.compiler.is_exporting() and _is_read_in_graph(self.gate, module):
+            if _is_read_in_graph(self.gate, module):
                 wants_gradient = self.reads_gradients or self.ends_backward
                 for index, tensor in outputs.tensors(output):
                     compiled.show(tensor, "activation", index, wants_gradient, self.ticket, self.gate.serial)
@@ -138,7 +138,7 @@ class InputHook(_Unkept):
         if kwargs is None:  # taken off a moment ago: torch has it on its list still, but not how to call it
             return
         if torch.compiler.is_compiling():
-            if not torch.compiler.is_exporting() and _is_read_in_graph(hook.gate, module):
+            if _is_read_in_graph(hook.gate, module):
                 for index, tensor in outputs.inputs(args, kwargs):
                     compiled.show(tensor, "input", index, False, hook.ticket, hook.gate.serial)
         elif not hook.broken:
@@ -147,8 +147,7 @@ class InputHook(_Unkept):
 
 
 def _is_read_in_graph(gate: Gate, module: nn.Module) -> bool:
-    gate.compiling()
-    return gate.open or (gate.evaluation and not module.training)
+    return gate.compiling() and (gate.open or (gate.evaluation and not module.training))
 
 
 class GradientHook:
@@ -198,8 +197,7 @@ class EnterHook(_Unkept):
     @runs_as_python
     def __call__(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
-            if not torch.compiler.is_exporting():
-                self.hook.gate.compiling()
+            self.hook.gate.compiling()
         elif not in_backward():
             self.hook.told.saw_call(self.hook)
             self.functional.enter_module(self.hook.path, module)
@@ -280,11 +278,11 @@ class RootHook(_Unkept):
     @runs_as_python
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.compiler.is_compiling():
-            if torch._C._get_tracing_state() is None and not _are_stand_ins(args):
+            if not is_traced() and not _are_stand_ins(args):
                 known = set(module._forward_pre_hooks)
                 self.told()
                 _call_new(module, known, args, kwargs)
-        elif self.in_graph and not torch.compiler.is_exporting():
+        elif self.in_graph and compiled.may_read():
             compiled.begin(self.ticket)
 
     def began_in_graph(self) -> None:
@@ -312,9 +310,9 @@ class BatchHook(_Unkept):
     @runs_as_python
     def __call__(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
         if not torch.compiler.is_compiling():
-            if torch._C._get_tracing_state() is None:
+            if not is_traced():
                 self.told(partial(_sizes, args, kwargs or {}))
-        elif not torch.compiler.is_exporting():
+        elif compiled.may_read():
             for tensor, kind in zip(_batch(args, kwargs or {}), ("samples", "tokens"), strict=True):
                 if tensor is not None:
                     compiled.show(tensor, kind, "", False, self.ticket, compiled.NO_TICKET)

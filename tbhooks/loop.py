@@ -32,7 +32,6 @@ from tbhooks.rounds import GroupNumbers
 from tbhooks.scalars import Scalars
 from tbhooks.scaling import ScalerReader
 from tbhooks.schedule import Schedule
-from tbhooks.seen import BLIND
 from tbhooks.select import Selector, unwrap
 from tbhooks.step import Step
 from tbhooks.tripwire import Tripwire
@@ -78,6 +77,7 @@ class Loop:
     def start(self) -> None:
         scaling.listen(self.scaler)
         self.clock.start()
+        self.probe.placement.start()
         self._begin_if_due()
 
     def stop(self) -> None:
@@ -401,4 +401,5 @@ class Loop:
 
     def _warn_if_blind(self, label: int) -> None:
         if not self._pauses and self.recorder.wants("activation", "gradient", "input") and self.probe.is_blind:
-            self._report.tell(f"step {label} was to be logged, but {BLIND}", once="blind")
+            why = self.probe.placement.why_blind()
+            self._report.tell(f"step {label} was to be logged, but {why}", once=why)

@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
 from tbhooks import arguments, outputs, process, select, stats
-from tbhooks.autograd import in_backward, unrecorded
+from tbhooks.autograd import in_backward, is_traced, unrecorded
 from tbhooks.buffer import Recorder
 from tbhooks.compiled import never_compiled
 from tbhooks.errors import ArgumentError, nearest
@@ -287,7 +287,7 @@ class _Onlooker(Probe):
 
     def saw_output(self, hook: ForwardHook, output: object) -> None:
         super().saw_output(hook, output)
-        if in_backward() or torch._C._get_tracing_state() is not None:
+        if in_backward() or is_traced():
             return
         with self._report.guarded(f"output of {hook.path}"), unrecorded():
             for index, tensor in outputs.tensors(output):

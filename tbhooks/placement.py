@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import sys
+import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from types import CodeType
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from tbhooks import compiled, select
+from tbhooks import compilation, compiled, select, torch_private
 from tbhooks.frame import ROOT
 from tbhooks.functional import Functional
 from tbhooks.hooks import CallHook, EnterHook, Follows, ForwardHook, InputHook, LeaveHook, ReturnHook, Told
@@ -18,6 +23,15 @@ from tbhooks.onlookers import Onlookers
 from tbhooks.report import Report
 
 _OF_MODULES = ("activation", "gradient", "input")
+NOT_IN_COMPILED = "what runs in compiled code is not read, as it could not be compiled with hooks"
+COMPILED_BEFORE = (
+    "the modules in it were not seen running. What was compiled without hooks, before watch() for example, is compiled "
+    "anew at its next call, with hooks: the next logged step is read if that was the reason"
+)
+BLIND = (
+    "the modules in it were not seen running. Code that was compiled without hooks goes on without them until "
+    "torch.compiler.reset(). Evaluation passes are read if w.evaluation() asks for them"
+)
 
 
 class Placement:
@@ -44,6 +58,12 @@ class Placement:
         # One for all modules: a handle for each would be half of what putting them on costs. Negative, because a model
         # that was loaded with its hooks may hold any number that torch will yet give out.
         self._key = -1 - RemovableHandle(OrderedDict()).id
+        self._lock = threading.RLock()  # a compilation may run in another thread
+        self._was_blind = False
+        self._failures_told = len(compiled.failures)
+        self.lost_in: set[CodeType] = set()
+        """What could not be compiled with hooks."""
+        self.gate = told.gate
         told.gate.get_ready = self._give_tickets
         if functional is not None:
             functional.show = onlookers.saw
@@ -52,8 +72,22 @@ class Placement:
         for hook in self.hooks.values():
             hook.take_ticket()
 
+    def start(self) -> None:
+        """From now on what is compiled has hooks in it; what was compiled before is compiled anew."""
+        model = self._model()
+        compilation.begin(self)
+        if model is not None and compilation.forget_unhooked(model):
+            self._report.tell("the model ran compiled before watch(): it is compiled anew, with hooks", logging.INFO)
+
+    def stop(self) -> None:
+        compilation.end(self)
+
     def put_on(self) -> None:
         """Hooks on every watched module there is now: added and replaced ones are found here."""
+        with self._lock:
+            self._put_on()
+
+    def _put_on(self) -> None:
         model = self._model()
         if model is None:
             return
@@ -96,6 +130,10 @@ class Placement:
 
     def take_off(self) -> None:
         """Leaves no hook on any module."""
+        with self._lock:
+            self._take_off()
+
+    def _take_off(self) -> None:
         for hook in self.hooks.values() if self._are_on else ():
             module = hook.module()
             if module is not None:
@@ -107,6 +145,74 @@ class Placement:
         if self._functional is not None:
             self._functional.listens = False
             self._functional.abandon()
+
+    # What compilers ask for.
+
+    @contextlib.contextmanager
+    def on_for_compiler(self) -> Iterator[None]:
+        """Hooks are on, in an unlogged step too, and stay on if any of them is compiled."""
+        was_on = self._are_on
+        if not was_on:
+            with self._report.guarded("putting hooks on for a compiler"):
+                self.put_on()
+        try:
+            yield
+        finally:
+            if not was_on and not self.gate.was_compiled:
+                with self._report.guarded("taking hooks off after a compiler"):
+                    self.take_off()
+
+    @contextlib.contextmanager
+    def off_for_compiler(self) -> Iterator[None]:
+        """No hooks are on, and those that were are put back."""
+        was_on = self._are_on
+        with self._report.guarded("taking hooks off for a compiler"):
+            self.take_off()
+        try:
+            yield
+        finally:
+            if was_on:
+                with self._report.guarded("putting hooks on after a compiler"):
+                    self.put_on()
+
+    def lost_in_compiler(self, code: CodeType, problem: BaseException, had_hooks: bool) -> None:
+        """It could be compiled without hooks only."""
+        self.lost_in.add(code)
+        self._report.error(f"compiling {code.co_qualname} with hooks failed, and without them it worked", problem)
+        self.gate.was_compiled = had_hooks
+        if not had_hooks and not self.gate.open:
+            self.take_off()
+
+    def knows(self, module: nn.Module) -> bool:
+        """Whether it is part of the watched model."""
+        model = self._model()
+        return model is not None and any(own is module for own in model.modules())
+
+    def classes(self) -> frozenset[type[nn.Module]]:
+        model = self._model()
+        return frozenset(() if model is None else map(type, model.modules()))
+
+    def report_lost(self, called: set[str]) -> None:
+        """Says what could not be read because of the torch that is installed, and why."""
+        for name, why in torch_private.missing.items():
+            self._report.cannot_see(name, why)
+        for where, problem in compiled.failures[self._failures_told :]:
+            self._report.error(where, problem)
+        self._failures_told = len(compiled.failures)
+        is_unknown = "torch._dynamo" in sys.modules and not compiled.hooks_are_guarded
+        why = NOT_IN_COMPILED if self.lost_in else compiled.NOT_GUARDED if is_unknown else ""
+        for path in (path for path, hook in self.hooks.items() if why and hook.reads and path not in called):
+            self._report.cannot_see(path, why)
+
+    def why_blind(self) -> str:
+        """Why nothing in the model was seen running, and what is done about it."""
+        if self.lost_in or (not compiled.hooks_are_guarded and "torch._dynamo" in sys.modules):
+            return NOT_IN_COMPILED if self.lost_in else compiled.NOT_GUARDED
+        if not self._was_blind:
+            self._was_blind = True
+            if compilation.forget_unhooked(None):
+                return COMPILED_BEFORE
+        return BLIND
 
     def come_last(self, asking: ForwardHook) -> None:
         """Behind the hooks of others that were put on since, and may replace an output."""

@@ -11,12 +11,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from tbhooks import compiled, outputs, select, shards
-from tbhooks.autograd import NO_BACKWARD, at_end_of_backward, backward_pass, capture_check, in_backward, unrecorded
+from tbhooks import autograd, compiled, outputs, select, shards
+from tbhooks.autograd import NO_BACKWARD, backward_pass, capture_check, in_backward, is_traced, unrecorded
 from tbhooks.buffer import NO_SITE, Recorder
 from tbhooks.compiled import Gate, runs_as_python
 from tbhooks.frame import Site
@@ -95,6 +94,7 @@ class Probe:
         if self._functional is not None and self.gate.was_compiled:
             self._report.cannot_see("functional", "inside compiled code modules are seen, and operations are not")
         if self.seen is not None:
+            self.placement.report_lost(self.seen.called)
             watched = [path for path, hook in self.placement.hooks.items() if hook.reads]
             self.seen.report_missing(self._report, watched, self._recorder.sites)
         self._close()
@@ -115,6 +115,7 @@ class Probe:
     def abandon(self) -> None:
         """Closes a step that was cut short, and leaves no hook behind."""
         self.next_forward = None
+        self.placement.stop()
         self._close()
         self.remove()
         self.placement.sweep()
@@ -160,7 +161,7 @@ class Probe:
     # What the hooks call.
 
     def saw_output(self, hook: ForwardHook, output: object) -> None:
-        if torch._C._get_tracing_state() is not None:
+        if is_traced():
             return
         report = self._report
         started = report.enter()
@@ -194,7 +195,7 @@ class Probe:
             self._saw_tensor(self.seen, hook, index, tensor, hidden=inside)
 
     def saw_inputs(self, hook: ForwardHook, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch._C._get_tracing_state() is not None:
+        if is_traced():
             return
         with self._report.guarded(f"reading inputs of {hook.path}"):
             recorder = self.destination()
@@ -210,7 +211,7 @@ class Probe:
 
     def saw_call(self, hook: ForwardHook) -> None:
         with self._report.guarded(f"call of {hook.path}"):
-            recorder = self.destination() if torch._C._get_tracing_state() is None else None
+            recorder = self.destination() if not is_traced() else None
             if recorder is not None:
                 self._note_called(recorder, hook)
 
@@ -388,7 +389,7 @@ class Probe:
         seen.backward = backward_pass()
         if self.backward_begins is not None:
             self.backward_begins()
-        at_end_of_backward(partial(self._backward_ends, seen))
+        autograd.at_end_of_backward(partial(self._backward_ends, seen))
 
     @runs_as_python
     def _backward_ends(self, seen: Seen) -> None:

@@ -7,15 +7,22 @@ more than arithmetic: `reduce` makes six, and leaves to parts.py what concerns s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import Parameter
 
 from tbhooks.stats import COUNT, MAX, MIN, WIDTH, ZEROS
+from tbhooks.torch_private import look_up
 
+_STAND_INS = "tensors without numbers are recognised by an error that is counted"
+_FakeTensor: type = look_up("torch._subclasses.fake_tensor.FakeTensor", type(None), _STAND_INS)
+_is_of_functorch: Callable[[Tensor], bool] = look_up(
+    "torch._C._functorch.is_functorch_wrapped_tensor", lambda _: False, _STAND_INS
+)
+has_storage: Callable[[Tensor], bool] = look_up("torch._C._has_storage", lambda _: True, _STAND_INS)
 ORDINARY = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
@@ -23,9 +30,9 @@ def has_no_data(tensor: Tensor) -> bool:
     """Stand-ins that deferred initialisation, tracing, export and torch.func use instead of numbers."""
     return (
         tensor.is_meta
-        or isinstance(tensor, FakeTensor)
-        or bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
-        or (type(tensor) is Tensor and tensor.layout is torch.strided and not torch._C._has_storage(tensor))  # batched
+        or isinstance(tensor, _FakeTensor)
+        or bool(_is_of_functorch(tensor))
+        or (type(tensor) is Tensor and tensor.layout is torch.strided and not has_storage(tensor))  # batched
     )
 
 

@@ -22,10 +22,6 @@ NEVER_CALLED = "never called as a module; its parameters are watched all the sam
 VIEW_LOST = "no gradient reached this view: unused, or modified in place later"
 NOT_REACHED = "no gradient reached it: the loss does not depend on it"
 NONE_CAME = "no gradient came out of the compiled graph: there was no backward, or compiled autograd ran it"
-BLIND = (
-    "the modules in it were not seen running. A model that had run compiled before watch() goes on without hooks: "
-    "call watch() first, or torch.compiler.reset() now. Evaluation passes are read if w.evaluation() asks for them"
-)
 # Outputs passed on unchanged are recognised among this many recent tensors.
 MOST_RECENT = 256
 

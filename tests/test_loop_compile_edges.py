@@ -122,60 +122,176 @@ def test_a_gradient_that_arises_inside_the_graph_is_said_and_not_shown_in_part(u
 # --- Models that are warm -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["function", "sequential", *(kind for kind in ("model", "method", "regional"))])
-def test_a_warm_model_warns_once_with_the_remedy_logs_parameters_and_sees_everything_after_a_reset(
+KINDS = ["function", "sequential", "model", "method", "regional"]
+
+
+class Training:
+    """A model that is compiled in one of several ways, when asked to."""
+
+    def __init__(self, kind: str, model: nn.Module | None = None) -> None:
+        blocks = Blocks() if model is None else model
+        self.kind = kind
+        self.model = nn.Sequential(blocks) if kind == "sequential" else blocks
+        self.inside = "0.blocks.0.widen" if kind == "sequential" else "blocks.0.widen"
+        self.optimizer = sgd(self.model)
+        self.called: Any = self.model
+        self.losses: list[bytes] = []
+
+    def compile(self, graphs: Any = "aot_eager") -> None:
+        model = self.model
+        if self.kind in ("model", "sequential"):
+            self.called = torch.compile(model, backend=graphs)
+        elif self.kind == "method":
+            model.compile(backend=graphs)
+        elif self.kind == "function":
+            self.called = torch.compile(lambda x: model(x) * 1, backend=graphs)
+        else:
+            for block in model.blocks:
+                block.compile(backend=graphs)
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            loss = self.called(torch.randn(6, 8)).square().mean()
+            loss.backward()
+            self.losses.append(zoo.raw(loss))
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def is_seen(self, frame: tbhooks.Frame) -> bool:
+        weight = f"{self.inside}.weight"
+        assert all((weight, kind) in frame for kind in ("weight", "weight_gradient", "update"))
+        return (self.inside, "activation") in frame and (self.inside, "gradient") in frame
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.message for r in caplog.records if r.name == "tbhooks" and r.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_that_is_compiled_in_mid_run_and_first_called_in_an_unlogged_step_is_seen(
     kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = nn.Sequential(Blocks()) if kind == "sequential" else Blocks()
-    called: Any = model
-    if kind in ("model", "sequential"):
-        called = torch.compile(model, backend="aot_eager")
-    elif kind == "method":
-        model.compile(backend="aot_eager")
-    elif kind == "function":
-        called = torch.compile(lambda x: model(x) * 1, backend="aot_eager")
-    else:
-        for block in model.blocks:
-            block.compile(backend="aot_eager")
-    optimizer = sgd(model)
-
-    def train(steps: int) -> None:
-        for _ in range(steps):
-            called(torch.randn(6, 8)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    def warnings() -> list[str]:
-        return [r.message for r in caplog.records if r.name == "tbhooks" and r.levelno >= logging.WARNING]
-
-    train(2)
-    watching = tbhooks.watch(model, every=1)
-    prefix = "0." if kind == "sequential" else ""
-    inner, weight = f"{prefix}blocks.0.widen", f"{prefix}blocks.0.widen.weight"
-    train(4)
-    assert steps_of(watching.history) == [0, 1, 2, 3]
-    seen = {(site.name, site.kind) for site in watching.latest.sites}
-    assert {(weight, "weight"), (weight, "weight_gradient"), (weight, "update")} <= seen
-    assert (inner, "activation") not in seen
-    assert len(warnings()) == 1
-    assert "torch.compiler.reset()" in warnings()[0]
-    torch.compiler.reset()
-    train(2)
-    assert len(warnings()) == 1
-    for kind_seen in tbhooks.frame.KINDS:
-        assert watching.latest[inner if kind_seen in ("activation", "gradient") else weight, kind_seen].count > 0
-    assert not watching.stats.unseen
+    training, graphs = Training(kind), Graphs()
+    watching = tbhooks.watch(training.model, every=3)
+    training.train(1)
+    assert zoo.hook_count(training.model) <= 1  # of forwards, until an optimizer is seen to step
+    training.compile(graphs)
+    training.train(6)
+    watching.close()
+    assert steps_of(watching.history) == [0, 3, 6]
+    assert all(training.is_seen(frame) for frame in watching.history)
+    assert len(graphs) == 2
+    assert watching.stats.errors == 0, watching.stats.messages
+    assert not warnings(caplog)
 
 
-def test_a_pause_before_anything_was_compiled_is_told_like_a_warm_model(caplog: pytest.LogCaptureFixture) -> None:
+def test_compiling_something_else_leaves_no_hook_on_the_watched_model() -> None:
     model = mlp()
-    called, optimizer = torch.compile(model, backend="aot_eager"), sgd(model)
-    watching = tbhooks.watch(model, every=1)
+    watching, optimizer = tbhooks.watch(model, every=100), sgd(model)
+    seen = []
+
+    @torch.compile(backend="eager")
+    def loss_of(y: Tensor) -> Tensor:
+        return y.square().mean()
+
+    for _ in range(3):
+        loss_of(model(torch.randn(6, 4))).backward()
+        optimizer.step()
+        seen.append(zoo.hook_count(model))
+    assert seen[1:] == [0, 0]
+    watching.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_that_ran_compiled_before_watch_is_compiled_anew_with_hooks(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    training = Training(kind)
+    training.compile()
+    training.train(2)
+    watching = tbhooks.watch(training.model, every=1)
+    training.train(3)
+    watching.close()
+    seen = [training.is_seen(frame) for frame in watching.history]
+    if kind == "function":  # nothing on the model shows that it is compiled, so one step is needed to find out
+        assert seen == [False, True, True]
+        assert len(warnings(caplog)) == 1
+        assert "compiled anew" in warnings(caplog)[0]
+    else:
+        assert seen == [True, True, True]
+        assert not warnings(caplog)
+    assert watching.stats.errors == 0, watching.stats.messages
+
+
+@pytest.mark.parametrize("kind", ["model", "function"])
+def test_a_warm_model_is_left_alone_where_nothing_may_be_compiled_any_more(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    training = Training(kind)
+    training.compile()
+    training.train(2)
+    with no_compilation():
+        watching = tbhooks.watch(training.model, every=1)
+        training.train(3)
+    watching.close()
+    assert not any(training.is_seen(frame) for frame in watching.history)
+    assert len(warnings(caplog)) == 1
+    assert "torch.compiler.reset()" in warnings(caplog)[0]
+
+
+def test_an_unwatched_model_of_the_same_class_that_is_compiled_too_does_not_hide_the_watched_one() -> None:
+    graphs, other = Graphs(), Training("model")
+    other.compile(graphs)
+    other.train(2)
+    training = Training("model")
+    watching = tbhooks.watch(training.model, every=2)
+    training.compile(graphs)
+    for _ in range(3):
+        training.train(1)
+        other.train(1)
+    with no_compilation():
+        for _ in range(3):
+            training.train(1)
+            other.train(1)
+    watching.close()
+    assert steps_of(watching.history) == [0, 2, 4]
+    assert all(training.is_seen(frame) for frame in watching.history)
+    assert watching.stats.errors == 0, watching.stats.messages
+
+
+def test_a_pause_in_which_the_model_is_compiled_does_not_hide_it() -> None:
+    training = Training("model")
+    training.compile()
+    watching = tbhooks.watch(training.model, every=1)
     with watching.paused():
-        called(torch.randn(6, 4))
-    called(torch.randn(6, 4)).mean().backward()
-    optimizer.step()
-    assert ("0", "activation") in {(s.name, s.kind) for s in watching.latest.sites} or "reset()" in caplog.text
+        training.called(torch.randn(6, 8))
+    training.train(1)
+    watching.close()
+    assert training.is_seen(watching.latest)
+
+
+class Growing(nn.Module):
+    """Compiled once for every number it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor, times: int) -> Tensor:
+        return self.layer(x) * times
+
+
+def test_graphs_of_the_watch_do_not_use_up_the_limit_on_recompilations() -> None:
+    model = Growing()
+    called = torch.compile(model, backend="eager", fullgraph=True, dynamic=False)
+    watching, optimizer = tbhooks.watch(model, every=2), sgd(model)
+    for times in (1.5, 2.5, 3.5, 4.5, 5.5, 6.5):  # a float is a constant of the graph
+        for _ in range(2):
+            called(torch.randn(3, 4), times).mean().backward()
+            optimizer.step()
+    watching.close()
+    assert len(watching.history) == 6
+    assert all(("layer", "activation") in frame for frame in watching.history)
 
 
 # --- Inductor's modes, compiled autograd ----------------------------------------------------------

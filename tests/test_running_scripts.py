@@ -15,6 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tbhooks import runs
 from tbhooks.frame import KINDS
+from tests.noise import without_torch_log
 
 SCRIPTS = Path(__file__).parent.parent / "examples" / "scripts"
 EVERY = 5
@@ -71,7 +72,7 @@ def run_in(directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 def not_ours(stderr: str) -> str:
     """What is left to be read: our lines are whole, and a progress bar is as it was last, without how fast it was."""
-    lines = [line.split("\r")[-1] for line in stderr.split("\n")]
+    lines = [line.split("\r")[-1] for line in without_torch_log(stderr).split("\n")]
     return "\n".join(re.sub(r"\[\d+:\d+<.*\]", "[]", line).rstrip() for line in lines if not line.startswith(OURS))
 
 

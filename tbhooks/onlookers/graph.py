@@ -13,12 +13,11 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from tbhooks import compiled, outputs
-from tbhooks.autograd import in_backward
+from tbhooks.autograd import in_backward, is_traced
 from tbhooks.buffer import Recorder
 from tbhooks.exhibits import Exhibit
 from tbhooks.frame import ROOT
@@ -123,7 +122,7 @@ class GraphOnlooker:
 
     def enters(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A module's forward begins."""
-        if self._handles and torch._C._get_tracing_state() is None:
+        if self._handles and not is_traced():
             with self._report.guarded(f"entering {path}"), self._kept_from_harm():
                 if self._failed:
                     self.take_off()
@@ -134,7 +133,7 @@ class GraphOnlooker:
 
     def leaves(self, path: str, output: object) -> None:
         """It has ended, one way or another."""
-        if self._pass is None or threading.get_ident() != self._thread or torch._C._get_tracing_state() is not None:
+        if self._pass is None or threading.get_ident() != self._thread or is_traced():
             return
         with self._report.guarded(f"leaving {path}"), self._kept_from_harm():
             if self._failed:

@@ -17,6 +17,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from tbhooks.autograd import is_traced
 from tbhooks.clock import has_closure
 from tbhooks.report import logger
 from tbhooks.running.covering import covering, live_modules, parameters_of
@@ -139,7 +140,7 @@ class Finder:
 
 def _may_be_training() -> bool:
     """A model that is compiled, exported, traced or evaluated may be called by way of something that soon is gone."""
-    return not torch.compiler.is_compiling() and torch.is_grad_enabled() and not torch._C._is_tracing()
+    return not torch.compiler.is_compiling() and torch.is_grad_enabled() and not is_traced()
 
 
 def _parameters(optimizers: Iterable[Optimizer]) -> frozenset[int]:

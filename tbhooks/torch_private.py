@@ -1,0 +1,30 @@
+"""Private parts of torch, each looked up once. A torch that lacks one costs numbers, and never an exception."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+missing: dict[str, str] = {}
+"""The parts this torch does not have, and what is lost without them."""
+
+
+def look_up(name: str, instead: Any, lost: str) -> Any:
+    """What a dotted name such as "torch._C._has_storage" stands for; `instead`, noted as missing, where it is gone."""
+    module, _, attribute = name.rpartition(".")
+    try:
+        return getattr(_owner(module), attribute)
+    except (ImportError, AttributeError):
+        missing[name] = f"this torch does not have it: {lost}"
+        return instead
+
+
+def _owner(name: str) -> Any:
+    """A module, or a class in one."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        module, _, attribute = name.rpartition(".")
+        if not module:
+            raise
+        return getattr(_owner(module), attribute)
