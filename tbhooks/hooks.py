@@ -6,7 +6,6 @@ them along. Where a model is compiled, its hooks are compiled with it and speak 
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -23,6 +22,7 @@ from tbhooks.frame import ROOT, Site
 from tbhooks.functional import Functional
 from tbhooks.rows import has_no_data
 from tbhooks.units import RECTIFIERS
+from tbhooks.unkept import Unkept
 
 
 class Told(Protocol):
@@ -47,17 +47,7 @@ class Told(Protocol):
     def number(self, site: Site) -> int: ...
 
 
-class _Unkept:
-    """A hook that copies and pickles to nothing: a copy of the model does not log, and loads without tbhooks."""
-
-    __slots__ = ()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # The standard library's own callable that takes a hook's three arguments and does nothing.
-        return getattr, (contextlib.nullcontext(), "__exit__")
-
-
-class ForwardHook(_Unkept):
+class ForwardHook(Unkept):
     """Placed on a module for a logged step; on a compiled one for good."""
 
     __slots__ = (
@@ -120,7 +110,7 @@ class ForwardHook(_Unkept):
         """Only the whole model's hook is told of that."""
 
 
-class InputHook(_Unkept):
+class InputHook(Unkept):
     """Placed on a module whose inputs are watched: they are read before its forward can overwrite them."""
 
     __slots__ = ("hook",)
@@ -187,7 +177,7 @@ class ScaledLossHook:
         self.told.saw_scaled_loss(self)
 
 
-class EnterHook(_Unkept):
+class EnterHook(Unkept):
     """Tells that a module's forward begins, to name the operations it calls."""
 
     __slots__ = ("functional", "hook")
@@ -205,7 +195,7 @@ class EnterHook(_Unkept):
             self.functional.enter_module(self.hook.path, module)
 
 
-class LeaveHook(_Unkept):
+class LeaveHook(Unkept):
     """Tells that it has ended, one way or another."""
 
     __slots__ = ("functional", "path")
@@ -227,7 +217,7 @@ class Follows(Protocol):
     def leaves(self, path: str, output: object) -> None: ...
 
 
-class CallHook(_Unkept):
+class CallHook(Unkept):
     """Tells with what a module is called. Compiled, it is nothing."""
 
     __slots__ = ("follows", "path")
@@ -241,7 +231,7 @@ class CallHook(_Unkept):
             self.follows.enters(self.path, module, args, kwargs)
 
 
-class ReturnHook(_Unkept):
+class ReturnHook(Unkept):
     """Tells what came of it; nothing if it raised."""
 
     __slots__ = ("follows", "path")
@@ -268,7 +258,7 @@ def _are_stand_ins(args: Any) -> bool:
     return any(has_no_data(tensor) for _, tensor in outputs.tensors(args))
 
 
-class RootHook(_Unkept):
+class RootHook(Unkept):
     """Tells that the model's forward begins, for clocks that count forwards."""
 
     __slots__ = ("__weakref__", "in_graph", "ticket", "told")
@@ -298,7 +288,7 @@ Sizes = tuple[int, int]
 """How many samples and tokens a batch has."""
 
 
-class BatchHook(_Unkept):
+class BatchHook(Unkept):
     """Tells that the model's forward begins, and how to count its samples and tokens: what is told is kept from
     harming the forward. From inside a compiled graph they come one by one.
     """

@@ -156,7 +156,7 @@ class Placement:
 
     def _register(self, hook: ForwardHook, module: nn.Module) -> Iterator[RemovableHandle]:
         if hook.reads_inputs or hook.shows_inputs:
-            yield module.register_forward_pre_hook(InputHook(hook), with_kwargs=True)
+            yield _hook_begin(module, InputHook(hook))
         if self._functional is not None:
             yield module.register_forward_pre_hook(EnterHook(self._functional, hook))
         compiled.stays_uncompiled(type(module).forward)
@@ -164,20 +164,31 @@ class Placement:
             # What register_forward_hook does, without a handle.
             module._forward_hooks[self._key] = hook
         if self._functional is not None:
-            yield module.register_forward_hook(LeaveHook(self._functional, hook.path), always_call=True)
+            yield _hook_end(module, LeaveHook(self._functional, hook.path))
 
 
 def hook_root(model: nn.Module, told: Callable[..., None]) -> RemovableHandle:
     """Calls `told` whenever a forward of the model begins."""
-    return model.register_forward_pre_hook(told, with_kwargs=True)
+    return _hook_begin(model, told)
+
+
+def _hook_begin(module: nn.Module, told: Callable[..., None]) -> RemovableHandle:
+    handle = module.register_forward_pre_hook(told, with_kwargs=True)
+    # Torch asks only if the number is there. With the hook as its value, copies of the module leave it out, too.
+    module._forward_pre_hooks_with_kwargs[handle.id] = told  # type: ignore[assignment]
+    return handle
+
+
+def _hook_end(module: nn.Module, told: Callable[..., None]) -> RemovableHandle:
+    """Calls `told` whenever a forward of the module ends, also by an exception."""
+    handle = module.register_forward_hook(told, always_call=True)
+    module._forward_hooks_always_called[handle.id] = told  # type: ignore[assignment]
+    return handle
 
 
 def hook_forward(model: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> list[RemovableHandle]:
     """Calls `before` with what a model is given, and `after` with what it returns."""
-    return [
-        model.register_forward_pre_hook(before, with_kwargs=True),
-        model.register_forward_hook(after),
-    ]
+    return [_hook_begin(model, before), model.register_forward_hook(after)]
 
 
 def hook_calls(modules: Mapping[str, nn.Module], follows: Follows) -> list[RemovableHandle]:
@@ -186,8 +197,7 @@ def hook_calls(modules: Mapping[str, nn.Module], follows: Follows) -> list[Remov
     for path, module in modules.items():
         if not isinstance(module, torch.jit.ScriptModule):
             compiled.stays_uncompiled(type(module).forward)
-            handles.append(module.register_forward_pre_hook(CallHook(follows, path), with_kwargs=True))
-            handles.append(module.register_forward_hook(ReturnHook(follows, path), always_call=True))
+            handles += [_hook_begin(module, CallHook(follows, path)), _hook_end(module, ReturnHook(follows, path))]
     return handles
 
 

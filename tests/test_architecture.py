@@ -65,6 +65,7 @@ CAPTURE = {
     "triton_rows",
     "unfinished",
     "units",
+    "unkept",
     "untouched",
     "records",
     "shards",
