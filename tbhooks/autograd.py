@@ -9,7 +9,7 @@ import contextlib
 import sys
 from collections.abc import Callable
 from functools import partial
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ is_profiled: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled", l
 _Label: Callable[[str], Any] = getattr(torch._C._profiler, "_RecordFunctionFast", torch.profiler.record_function)
 _NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 _REENTRANT = CheckpointFunction.backward.__code__
+_CUSTOM_FUNCTION = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 
 def capture_check() -> Callable[[], bool]:
@@ -45,9 +46,20 @@ def in_backward() -> bool:
 
 def in_nested_backward() -> bool:
     """Whether that backward runs inside another one: a reentrant checkpoint computes its own gradients."""
+    return _is_called_by(_REENTRANT)
+
+
+def may_reach_backward() -> bool:
+    """Whether a backward may go through what runs here. Inside an autograd function gradients are off, although it has
+    a backward of its own: so run reentrant checkpoints, and graphs compiled for training.
+    """
+    return torch.is_grad_enabled() or _is_called_by(_CUSTOM_FUNCTION)
+
+
+def _is_called_by(code: CodeType) -> bool:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code is _REENTRANT:
+        if frame.f_code is code:
             return True
         frame = frame.f_back
     return False

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -19,6 +20,14 @@ from tbhooks.probe import Probe
 from tbhooks.report import Report
 
 KINDS = ("activation", "input", "functional")
+
+
+class Aside(Protocol):
+    """What listens beside the statistics, with a hook on the whole model; not while the watch is paused."""
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
 
 
 class Evaluation:

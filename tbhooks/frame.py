@@ -38,6 +38,7 @@ RAW_GRADIENT_NORM = "train.grad_norm_raw"
 SCALE = "train.scale"
 SKIPPED = "train.skipped"
 NONFINITE_SINCE = "train.nonfinite_since"
+EVALUATION_SINCE = "train.evaluation_since"
 # What attention shows besides its output, each at a site of its own: `attention:softmax.entropy`.
 # The statistic that sums it up is one of the attention's own, too.
 INSIDE_ATTENTION = {"entropy": ("entropy", "mean"), "max_logit": ("logits", "max")}

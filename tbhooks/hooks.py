@@ -20,25 +20,34 @@ from tbhooks.buffer import NO_SITE
 from tbhooks.compiled import Gate, runs_as_python
 from tbhooks.frame import ROOT, Site
 from tbhooks.functional import Functional
+from tbhooks.passes import Pass
 from tbhooks.rows import has_no_data
 from tbhooks.units import RECTIFIERS
 from tbhooks.unkept import Unkept
 
 
-class Told(Protocol):
+class ToldOfGradients(Protocol):
+    """What the hooks on tensors call."""
+
+    def saw_gradient(self, hook: GradientHook, gradient: Tensor) -> None: ...
+
+    def saw_scaled_loss(self, hook: ScaledLossHook) -> None: ...
+
+
+class Told(ToldOfGradients, Protocol):
     """What the hooks call."""
 
     gate: Gate
+
+    def forward_begins(self) -> None: ...
+
+    def forward_ends(self, output: object) -> None: ...
 
     def saw_output(self, hook: ForwardHook, output: object) -> None: ...
 
     def saw_call(self, hook: ForwardHook) -> None: ...
 
     def saw_inputs(self, hook: ForwardHook, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None: ...
-
-    def saw_gradient(self, hook: GradientHook, gradient: Tensor) -> None: ...
-
-    def saw_scaled_loss(self, hook: ScaledLossHook) -> None: ...
 
     def saw_in_graph(
         self, hook: ForwardHook, tensor: Tensor, kind: str, index: str, gradient: str, serial: int
@@ -51,7 +60,7 @@ class ForwardHook(Unkept):
     """Placed on a module for a logged step; on a compiled one for good."""
 
     __slots__ = (
-        "__weakref__", "broken", "ends_backward", "gate", "has_units", "module", "path", "reads_gradients",
+        "__weakref__", "broken", "ends_backward", "failures", "gate", "has_units", "module", "path", "reads_gradients",
         "reads_inputs", "reads_operations", "reads_outputs", "shows_inputs", "shows_outputs", "sites", "ticket", "told",
     )  # fmt: skip
 
@@ -67,9 +76,13 @@ class ForwardHook(Unkept):
         # Set when it is put on: whether somebody looks on.
         self.shows_outputs = self.shows_inputs = False
         self.has_units = isinstance(module, RECTIFIERS)
-        # The end of a backward pass through its output is when weight gradients are read.
-        self.ends_backward = path == ROOT and "weight_gradient" in wanted
+        # The end of a backward pass through its output is when weight gradients are read. That there is one tells
+        # whether the forward is part of the step.
+        self.ends_backward = path == ROOT
         self.broken = False
+        """Whether it has failed, and is not called in this logged step."""
+        self.failures = 0
+        """On how many logged steps in a row."""
 
     def take_ticket(self) -> None:
         """Once anything is compiled: a ticket is a tensor, too dear to make one for each module of every model."""
@@ -88,7 +101,9 @@ class ForwardHook(Unkept):
                 wants_gradient = self.reads_gradients or self.ends_backward
                 for index, tensor in outputs.tensors(output):
                     compiled.show(tensor, "activation", index, wants_gradient, self.ticket, self.gate.serial)
-        elif not self.broken:
+        elif self.broken:
+            self.told.saw_call(self)
+        else:
             with labelled("activation"):
                 self.told.saw_output(self, output)
 
@@ -144,12 +159,17 @@ def _is_read_in_graph(gate: Gate, module: nn.Module) -> bool:
 class GradientHook:
     """Placed on an output; serves every site whose output is that very tensor. Holds no tensor itself."""
 
-    __slots__ = ("fired", "is_view", "sites", "step", "told")
+    __slots__ = ("failure", "fired", "is_view", "passes", "sites", "step", "told")
+    __torch_unserializable__ = True  # torch leaves it out of pickles, and need not warn of it
 
-    def __init__(self, told: Told, step: object, is_view: bool) -> None:
+    def __init__(self, told: ToldOfGradients, step: object, is_view: bool) -> None:
         self.told, self.step, self.is_view = told, step, is_view
         self.sites: list[int] = []
+        self.passes: list[Pass] = []
+        """The forwards that returned the tensor."""
         self.fired = False
+        self.failure = ""
+        """Why its gradient could not be read."""
 
     @runs_as_python
     def __call__(self, gradient: Tensor | None) -> None:
@@ -169,7 +189,7 @@ class ScaledLossHook:
 
     __slots__ = ("scale", "step", "told")
 
-    def __init__(self, told: Told, step: object, scale: Tensor) -> None:
+    def __init__(self, told: ToldOfGradients, step: object, scale: Tensor) -> None:
         self.told, self.step, self.scale = told, step, scale
 
     @runs_as_python
@@ -207,6 +227,34 @@ class LeaveHook(Unkept):
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if not torch.compiler.is_compiling() and not in_backward():
             self.functional.leave_module(self.path)
+
+
+class BeginHook(Unkept):
+    """Tells that a forward of the whole model begins. Compiled, it is nothing."""
+
+    __slots__ = ("told",)
+
+    def __init__(self, told: Told) -> None:
+        self.told = told
+
+    @runs_as_python
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self.told.forward_begins()
+
+
+class EndHook(Unkept):
+    """Tells that it has ended, also by an exception."""
+
+    __slots__ = ("told",)
+
+    def __init__(self, told: Told) -> None:
+        self.told = told
+
+    @runs_as_python
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self.told.forward_ends(output)
 
 
 class Follows(Protocol):
@@ -250,7 +298,7 @@ def _call_new(module: nn.Module, known: set[int], args: Any, kwargs: Any) -> Non
     for key, hook in list(module._forward_pre_hooks.items()):
         if key not in known and isinstance(hook, InputHook | CallHook):
             hook(module, args, kwargs)
-        elif key not in known and isinstance(hook, EnterHook):
+        elif key not in known and isinstance(hook, EnterHook | BeginHook):
             hook(module, args)
 
 

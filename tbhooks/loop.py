@@ -9,7 +9,6 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -20,7 +19,7 @@ from tbhooks.autograd import labelled, unrecorded
 from tbhooks.averages import Averages
 from tbhooks.buffer import Recorder
 from tbhooks.clock import Clock
-from tbhooks.evaluation import Evaluation
+from tbhooks.evaluation import Aside, Evaluation
 from tbhooks.parameters import ParameterReader
 from tbhooks.pending import Pending
 from tbhooks.probe import Probe
@@ -37,14 +36,6 @@ from tbhooks.select import Selector, unwrap
 from tbhooks.tripwire import Tripwire
 
 
-class Aside(Protocol):
-    """What listens beside the statistics, with a hook on the whole model; not while the watch is paused."""
-
-    def start(self) -> None: ...
-
-    def stop(self) -> None: ...
-
-
 class Loop:
     """Listens to the clock; reads logged steps; hands each over once nothing more can belong to it."""
 
@@ -59,6 +50,7 @@ class Loop:
         self.scaler = ScalerReader(self.probe, self.clock, self.recorder, report)
         self.probe.backward_begins = self.parameters.backward_begins
         self.probe.backward_ended = self.parameters.backward_ended
+        self.other_optimizer_stepped = self.probe.other_optimizer_stepped
         self.scaler.unscaled = self.parameters.unscaled
         self.scaler.step_skipped = self._step_skipped
         self.tripwire = Tripwire()
@@ -93,10 +85,7 @@ class Loop:
             # Other ranks have none that is cut short; where forwards count, it is whole.
             awaited = self._team is not None and self.clock.mode != "forward"
             if self.probe.seen is not None and self.recorder.calls and not awaited:
-                if self.clock.mode != "optimizer":  # no optimizer will come to read them at
-                    self.parameters.rest()
-                with unrecorded():
-                    self.probe.onlookers.end(self.recorder)
+                self._end_cut_short()
                 self._pack(self.clock.count)
                 if self.clock.mode == "forward":
                     self._last_label = self.clock.count
@@ -109,6 +98,17 @@ class Loop:
             for profile in self.profiles:
                 profile.stop(self.clock.count - 1)
         self.forget_everyone()
+
+    def _end_cut_short(self) -> None:
+        """Where an optimizer ends steps, what came after its last step is none, and only numbers of the user stay."""
+        if self.clock.mode == "optimizer" and self.clock.count:
+            self.recorder.keep_scalars_only("train/")
+            return
+        self.probe.leave_out_unused()
+        if self.clock.mode != "optimizer":  # no optimizer will come to read them at
+            self.parameters.rest()
+        with unrecorded():
+            self.probe.onlookers.end(self.recorder)
 
     def forget_everyone(self) -> None:
         """Nobody calls any more: no optimizer, no scaler, no forward."""
@@ -259,6 +259,7 @@ class Loop:
     def before_optimizer(self, optimizer: Optimizer, has_closure: bool) -> None:
         self._step_is_over()
         self._scalars.ended = None
+        self.probe.optimizer_steps(self.clock.count)
         self.scaler.before_optimizer(optimizer)
         self.tripwire.look(optimizer, self.clock.count)
         if self._replay is not None:
@@ -381,6 +382,7 @@ class Loop:
         if not self._pauses:
             self.parameters.rest()
         self.parameters.forget()
+        self.probe.leave_out_unused()
         with unrecorded():
             self.probe.units.log(self.recorder)
             self.probe.onlookers.end(self.recorder)

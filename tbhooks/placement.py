@@ -13,7 +13,18 @@ from torch.utils.hooks import RemovableHandle
 from tbhooks import compiled, select
 from tbhooks.frame import ROOT
 from tbhooks.functional import Functional
-from tbhooks.hooks import CallHook, EnterHook, Follows, ForwardHook, InputHook, LeaveHook, ReturnHook, Told
+from tbhooks.hooks import (
+    BeginHook,
+    CallHook,
+    EndHook,
+    EnterHook,
+    Follows,
+    ForwardHook,
+    InputHook,
+    LeaveHook,
+    ReturnHook,
+    Told,
+)  # fmt: skip
 from tbhooks.onlookers import Onlookers
 from tbhooks.report import Report
 
@@ -129,7 +140,7 @@ class Placement:
     def _is_mine(self, hook: object) -> bool:
         if isinstance(hook, EnterHook | LeaveHook):
             return hook.functional is self._functional
-        return isinstance(hook, ForwardHook | InputHook) and hook.told is self._told
+        return isinstance(hook, ForwardHook | InputHook | BeginHook | EndHook) and hook.told is self._told
 
     def _has(self, path: str, module: nn.Module) -> bool:
         return path in self.hooks and self.hooks[path].module() is module
@@ -139,7 +150,8 @@ class Placement:
             chosen = modules
         else:
             chosen = {} if self._wanted.isdisjoint(_OF_MODULES) else self._selector.choose(modules)
-            if "weight_gradient" in self._wanted:  # the end of the model's backward is when they are read
+            # The end of the model's backward is when weight gradients are read, and tells which forwards are trained.
+            if chosen or "weight_gradient" in self._wanted:
                 chosen = {ROOT: modules[ROOT], **chosen}
             if self._onlookers:
                 chosen |= {path: module for path, module in modules.items() if self._is_shown(path, module)}
@@ -155,6 +167,8 @@ class Placement:
         return type(module).forward is not nn.Module.forward  # ModuleList and its like are never called
 
     def _register(self, hook: ForwardHook, module: nn.Module) -> Iterator[RemovableHandle]:
+        if hook.path == ROOT:
+            yield module.register_forward_pre_hook(BeginHook(self._told))
         if hook.reads_inputs or hook.shows_inputs:
             yield _hook_begin(module, InputHook(hook))
         if self._functional is not None:
@@ -165,6 +179,8 @@ class Placement:
             module._forward_hooks[self._key] = hook
         if self._functional is not None:
             yield _hook_end(module, LeaveHook(self._functional, hook.path))
+        if hook.path == ROOT:
+            yield _hook_end(module, EndHook(self._told))
 
 
 def hook_root(model: nn.Module, told: Callable[..., None]) -> RemovableHandle:

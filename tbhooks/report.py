@@ -115,9 +115,7 @@ class Report:
     def error(self, where: str, problem: BaseException) -> None:
         """Counts an exception of ours and tells each kind of it once."""
         self.errors += 1
-        kind = type(problem).__name__
-        text = textwrap.shorten(str(problem), 300)  # torch can fill pages with one
-        self.tell(f"{where}: {kind}: {text}", level=logging.ERROR, once=f"{where}: {kind}")
+        self.tell(f"{where}: {described(problem)}", level=logging.ERROR, once=f"{where}: {type(problem).__name__}")
 
     def drop(self, why: str) -> None:
         self.dropped += 1
@@ -138,6 +136,12 @@ class Report:
             self.unseen[name] = why
             self._untold.setdefault(why, []).append(name)
 
+    def cannot_see_now(self, name: str, why: str) -> None:
+        """For a reason that takes the place of the one that was known."""
+        if self.unseen.get(name) != why:
+            self.unseen.pop(name, None)
+            self.cannot_see(name, why)
+
     def sees(self, name: str) -> None:
         """A name that could not be seen before now can."""
         self.unseen.pop(name, None)
@@ -148,3 +152,9 @@ class Report:
             shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
             self.tell(f"not seen: {shown}: {why}", level=logging.INFO)
         self._untold.clear()
+
+
+def described(problem: BaseException) -> str:
+    """Its type and text; torch can fill pages with one."""
+    text = textwrap.shorten(str(problem), 300)
+    return f"{type(problem).__name__}: {text}" if text else type(problem).__name__

@@ -160,16 +160,25 @@ def test_closing_removes_the_hooks_on_optimizers_too() -> None:
     assert before == (len(optimizer._global_optimizer_pre_hooks), len(optimizer._global_optimizer_post_hooks))
 
 
-def test_a_step_cut_short_is_written_at_close() -> None:
+def test_a_step_cut_short_before_the_first_optimizer_step_is_written_at_close() -> None:
     model = mlp()
     with pytest.raises(ZeroDivisionError), tbhooks.watch(model, every=1) as watching:
-        train(model, 1)
         forward(model)
         raise ZeroDivisionError
-    assert steps_of(watching.history) == [0, 1]
+    assert steps_of(watching.history) == [0]
     assert ("0", "activation") in watching.latest
     assert ("0", "gradient") not in watching.latest
     assert watching.stats.unseen == {}
+
+
+def test_after_the_last_optimizer_step_only_numbers_of_the_user_are_written_at_close() -> None:
+    model = mlp()
+    with tbhooks.watch(model, every=1) as watching:
+        train(model, 1)
+        forward(model).backward()
+        watching.log({"reward": 3.0})
+    assert [(frame.step, bool(frame.sites)) for frame in watching.history] == [(0, True), (1, False)]
+    assert watching.history[1].scalars == {"train/reward": 3.0}
 
 
 def test_a_dropped_model_is_freed_and_its_frames_are_kept() -> None:
