@@ -9,7 +9,7 @@ import contextlib
 import sys
 from collections.abc import Callable
 from functools import partial
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -46,6 +46,7 @@ _reentrant: Any = look_up(
     "torch.utils.checkpoint.CheckpointFunction.backward", None, "gradients in reentrant checkpoints are counted twice"
 )
 _REENTRANT = getattr(_reentrant, "__code__", None)
+_CUSTOM_FUNCTION = getattr(torch.autograd.Function.apply, "__code__", None)
 
 
 def capture_check() -> Callable[[], bool]:
@@ -72,9 +73,20 @@ def in_backward() -> bool:
 
 def in_nested_backward() -> bool:
     """Whether that backward runs inside another one: a reentrant checkpoint computes its own gradients."""
+    return _is_called_by(_REENTRANT)
+
+
+def may_reach_backward() -> bool:
+    """Whether a backward may go through what runs here. Inside an autograd function gradients are off, although it has
+    a backward of its own: so run reentrant checkpoints, and graphs compiled for training.
+    """
+    return torch.is_grad_enabled() or _is_called_by(_CUSTOM_FUNCTION)
+
+
+def _is_called_by(code: CodeType | None) -> bool:
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is _REENTRANT:
+    while frame is not None and code is not None:
+        if frame.f_code is code:
             return True
         frame = frame.f_back
     return False

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import replace
 
 import torch
@@ -98,6 +98,8 @@ class Recorder:
         self._buffers: list[Buffer] = []
         self._number: dict[tuple[torch.device, bool], int] = {}
         self.calls: list[tuple[int, Span]] = []
+        # By the place in `calls`: the forward or backward that a record is of.
+        self._owners: dict[int, object] = {}
         self.pieces: dict[Site, tuple[int, int]] = {}
         """Of what is spread over ranks, which piece is here, and of how many."""
         self._scalars: Scalars = {}
@@ -131,18 +133,24 @@ class Recorder:
         """Forgets what the step has recorded so far; waits for what is being read in another thread."""
         with self._lock:
             self.calls, self._scalars, self._earlier, self._makers = [], {}, {}, []
+            self._owners = {}
             for buffer in self._buffers:
                 buffer.reset()
 
-    def record(self, site: int, tensor: Tensor, scale: Tensor | None = None) -> Span | None:
-        """Reduces a tensor for a site, divided by `scale` if there is one; None if it holds no real numbers."""
+    def record(
+        self, site: int, tensor: Tensor, scale: Tensor | None = None, owner: object = None
+    ) -> Span | None:  # fmt: skip
+        """Reduces a tensor for a site, divided by `scale` if there is one; None if it holds no real numbers.
+
+        `owner` is what `drop` knows the record by.
+        """
         with self._lock:
             if scale is None and can_be_one_of_many(tensor):  # nearly always on a CPU: the shortest way
                 span: Span | None = self._record_one(tensor)
             else:
                 span = self._record_any(site, tensor, scale)
             if span is not None:
-                self.calls.append((site, span))
+                self.share(site, span, owner)
         return span
 
     def _record_any(self, site: int, tensor: Tensor, scale: Tensor | None) -> Span | None:
@@ -202,9 +210,27 @@ class Recorder:
             if span is not None:
                 self.calls.append((site, span))
 
-    def share(self, site: int, span: Span) -> None:
+    def share(self, site: int, span: Span, owner: object = None) -> None:
         """Gives a site what was already reduced for another."""
-        self.calls.append((site, span))
+        with self._lock:
+            if owner is not None:
+                self._owners[len(self.calls)] = owner
+            self.calls.append((site, span))
+
+    def drop(self, owners: Set[object]) -> bool:
+        """Leaves out what belongs to any of these, as if it had not been recorded. Whether there was anything."""
+        with self._lock:
+            kept = [i for i in range(len(self.calls)) if self._owners.get(i) not in owners]
+            found = len(kept) < len(self.calls)
+            self._owners = {new: self._owners[old] for new, old in enumerate(kept) if old in self._owners}
+            self.calls = [self.calls[i] for i in kept]
+        return found
+
+    def keep_scalars_only(self, start: str) -> None:
+        """Leaves out everything but scalars whose tag begins like this."""
+        with self._lock:
+            self.calls, self._owners, self._makers = [], {}, []
+            self._scalars = {tag: value for tag, value in self._scalars.items() if tag.startswith(start)}
 
     def scalar(self, tag: str, value: Tensor | float, earlier_step: int | None = None) -> None:
         """A number that rides along; one-element tensors stay on their device until the copy.

@@ -40,6 +40,8 @@ class Listener(Protocol):
 
     def after_optimizer(self, optimizer: Optimizer, has_closure: bool) -> None: ...
 
+    def other_optimizer_stepped(self) -> None: ...
+
     def step_ended(self) -> None: ...
 
     def raise_if_asked(self) -> None: ...
@@ -197,6 +199,8 @@ class Clock:
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         with self._report.guarded("after the optimizer's step"), self.lock:
             parameters = self._owned_by(optimizer)
+            if not parameters:
+                self._listener.other_optimizer_stepped()
             if not parameters or self._is_nested():
                 return
             self.optimizer_steps += 1

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tbhooks import spread, stats
-from tbhooks.frame import NONFINITE_SINCE, RAW_GRADIENT_NORM, SKIPPED, Site
+from tbhooks.frame import EVALUATION_SINCE, NONFINITE_SINCE, RAW_GRADIENT_NORM, SKIPPED, Site
 from tbhooks.plain import number, plain
 from tbhooks.stats import Counts, Floats
 
@@ -341,4 +341,6 @@ def _merge_scalars(scalars: Sequence[dict[str, float]]) -> dict[str, float]:
 def _way(tag: str) -> Any:
     if ".dead_fraction/" in tag:
         return min  # what is dead for all ranks is no more than that
-    return {SKIPPED: max, NONFINITE_SINCE: min, RAW_GRADIENT_NORM: lambda found: found[0]}.get(tag, np.mean)
+    return {SKIPPED: max, NONFINITE_SINCE: min, EVALUATION_SINCE: min, RAW_GRADIENT_NORM: lambda found: found[0]}.get(
+        tag, np.mean
+    )

@@ -40,6 +40,7 @@ SKIPPED = "train.skipped"
 NONFINITE_SINCE = "train.nonfinite_since"
 MISSING_GRADIENT = "weight_gradient.missing/"
 """Before the path of a parameter that requires a gradient and had none when an optimizer that holds it stepped."""
+EVALUATION_SINCE = "train.evaluation_since"
 # What attention shows besides its output, each at a site of its own: `attention:softmax.entropy`.
 # The statistic that sums it up is one of the attention's own, too.
 INSIDE_ATTENTION = {"entropy": ("entropy", "mean"), "max_logit": ("logits", "max")}

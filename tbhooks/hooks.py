@@ -6,7 +6,6 @@ them along. Where a model is compiled, its hooks are compiled with it and speak 
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -21,24 +20,34 @@ from tbhooks.buffer import NO_SITE
 from tbhooks.compiled import Gate, runs_as_python
 from tbhooks.frame import ROOT, Site
 from tbhooks.functional import Functional
+from tbhooks.passes import Pass
 from tbhooks.rows import has_no_data
 from tbhooks.units import RECTIFIERS
+from tbhooks.unkept import Unkept
 
 
-class Told(Protocol):
+class ToldOfGradients(Protocol):
+    """What the hooks on tensors call."""
+
+    def saw_gradient(self, hook: GradientHook, gradient: Tensor) -> None: ...
+
+    def saw_scaled_loss(self, hook: ScaledLossHook) -> None: ...
+
+
+class Told(ToldOfGradients, Protocol):
     """What the hooks call."""
 
     gate: Gate
+
+    def forward_begins(self) -> None: ...
+
+    def forward_ends(self, output: object) -> None: ...
 
     def saw_output(self, hook: ForwardHook, output: object) -> None: ...
 
     def saw_call(self, hook: ForwardHook) -> None: ...
 
     def saw_inputs(self, hook: ForwardHook, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None: ...
-
-    def saw_gradient(self, hook: GradientHook, gradient: Tensor) -> None: ...
-
-    def saw_scaled_loss(self, hook: ScaledLossHook) -> None: ...
 
     def saw_in_graph(
         self, hook: ForwardHook, tensor: Tensor, kind: str, index: str, gradient: str, serial: int
@@ -47,21 +56,11 @@ class Told(Protocol):
     def number(self, site: Site) -> int: ...
 
 
-class _Unkept:
-    """A hook that copies and pickles to nothing: a copy of the model does not log, and loads without tbhooks."""
-
-    __slots__ = ()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # The standard library's own callable that takes a hook's three arguments and does nothing.
-        return getattr, (contextlib.nullcontext(), "__exit__")
-
-
-class ForwardHook(_Unkept):
+class ForwardHook(Unkept):
     """Placed on a module for a logged step; on a compiled one for good."""
 
     __slots__ = (
-        "__weakref__", "broken", "ends_backward", "gate", "has_units", "module", "path", "reads_gradients",
+        "__weakref__", "broken", "ends_backward", "failures", "gate", "has_units", "module", "path", "reads_gradients",
         "reads_inputs", "reads_operations", "reads_outputs", "shows_inputs", "shows_outputs", "sites", "ticket", "told",
     )  # fmt: skip
 
@@ -77,9 +76,13 @@ class ForwardHook(_Unkept):
         # Set when it is put on: whether somebody looks on.
         self.shows_outputs = self.shows_inputs = False
         self.has_units = isinstance(module, RECTIFIERS)
-        # The end of a backward pass through its output is when weight gradients are read.
-        self.ends_backward = path == ROOT and "weight_gradient" in wanted
+        # The end of a backward pass through its output is when weight gradients are read. That there is one tells
+        # whether the forward is part of the step.
+        self.ends_backward = path == ROOT
         self.broken = False
+        """Whether it has failed, and is not called in this logged step."""
+        self.failures = 0
+        """On how many logged steps in a row."""
 
     def take_ticket(self) -> None:
         """Once anything is compiled: a ticket is a tensor, too dear to make one for each module of every model."""
@@ -98,7 +101,9 @@ class ForwardHook(_Unkept):
                 wants_gradient = self.reads_gradients or self.ends_backward
                 for index, tensor in outputs.tensors(output):
                     compiled.show(tensor, "activation", index, wants_gradient, self.ticket, self.gate.serial)
-        elif not self.broken:
+        elif self.broken:
+            self.told.saw_call(self)
+        else:
             with labelled("activation"):
                 self.told.saw_output(self, output)
 
@@ -120,7 +125,7 @@ class ForwardHook(_Unkept):
         """Only the whole model's hook is told of that."""
 
 
-class InputHook(_Unkept):
+class InputHook(Unkept):
     """Placed on a module whose inputs are watched: they are read before its forward can overwrite them."""
 
     __slots__ = ("hook",)
@@ -153,12 +158,17 @@ def _is_read_in_graph(gate: Gate, module: nn.Module) -> bool:
 class GradientHook:
     """Placed on an output; serves every site whose output is that very tensor. Holds no tensor itself."""
 
-    __slots__ = ("fired", "is_view", "sites", "step", "told")
+    __slots__ = ("failure", "fired", "is_view", "passes", "sites", "step", "told")
+    __torch_unserializable__ = True  # torch leaves it out of pickles, and need not warn of it
 
-    def __init__(self, told: Told, step: object, is_view: bool) -> None:
+    def __init__(self, told: ToldOfGradients, step: object, is_view: bool) -> None:
         self.told, self.step, self.is_view = told, step, is_view
         self.sites: list[int] = []
+        self.passes: list[Pass] = []
+        """The forwards that returned the tensor."""
         self.fired = False
+        self.failure = ""
+        """Why its gradient could not be read."""
 
     @runs_as_python
     def __call__(self, gradient: Tensor | None) -> None:
@@ -178,7 +188,7 @@ class ScaledLossHook:
 
     __slots__ = ("scale", "step", "told")
 
-    def __init__(self, told: Told, step: object, scale: Tensor) -> None:
+    def __init__(self, told: ToldOfGradients, step: object, scale: Tensor) -> None:
         self.told, self.step, self.scale = told, step, scale
 
     @runs_as_python
@@ -186,7 +196,7 @@ class ScaledLossHook:
         self.told.saw_scaled_loss(self)
 
 
-class EnterHook(_Unkept):
+class EnterHook(Unkept):
     """Tells that a module's forward begins, to name the operations it calls."""
 
     __slots__ = ("functional", "hook")
@@ -203,7 +213,7 @@ class EnterHook(_Unkept):
             self.functional.enter_module(self.hook.path, module)
 
 
-class LeaveHook(_Unkept):
+class LeaveHook(Unkept):
     """Tells that it has ended, one way or another."""
 
     __slots__ = ("functional", "path")
@@ -217,6 +227,34 @@ class LeaveHook(_Unkept):
             self.functional.leave_module(self.path)
 
 
+class BeginHook(Unkept):
+    """Tells that a forward of the whole model begins. Compiled, it is nothing."""
+
+    __slots__ = ("told",)
+
+    def __init__(self, told: Told) -> None:
+        self.told = told
+
+    @runs_as_python
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self.told.forward_begins()
+
+
+class EndHook(Unkept):
+    """Tells that it has ended, also by an exception."""
+
+    __slots__ = ("told",)
+
+    def __init__(self, told: Told) -> None:
+        self.told = told
+
+    @runs_as_python
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self.told.forward_ends(output)
+
+
 class Follows(Protocol):
     """Who is told of the calls of modules."""
 
@@ -225,7 +263,7 @@ class Follows(Protocol):
     def leaves(self, path: str, output: object) -> None: ...
 
 
-class CallHook(_Unkept):
+class CallHook(Unkept):
     """Tells with what a module is called. Compiled, it is nothing."""
 
     __slots__ = ("follows", "path")
@@ -239,7 +277,7 @@ class CallHook(_Unkept):
             self.follows.enters(self.path, module, args, kwargs)
 
 
-class ReturnHook(_Unkept):
+class ReturnHook(Unkept):
     """Tells what came of it; nothing if it raised."""
 
     __slots__ = ("follows", "path")
@@ -258,7 +296,7 @@ def _call_new(module: nn.Module, known: set[int], args: Any, kwargs: Any) -> Non
     for key, hook in list(module._forward_pre_hooks.items()):
         if key not in known and isinstance(hook, InputHook | CallHook):
             hook(module, args, kwargs)
-        elif key not in known and isinstance(hook, EnterHook):
+        elif key not in known and isinstance(hook, EnterHook | BeginHook):
             hook(module, args)
 
 
@@ -266,7 +304,7 @@ def _are_stand_ins(args: Any) -> bool:
     return any(has_no_data(tensor) for _, tensor in outputs.tensors(args))
 
 
-class RootHook(_Unkept):
+class RootHook(Unkept):
     """Tells that the model's forward begins, for clocks that count forwards."""
 
     __slots__ = ("__weakref__", "in_graph", "ticket", "told")
@@ -296,7 +334,7 @@ Sizes = tuple[int, int]
 """How many samples and tokens a batch has."""
 
 
-class BatchHook(_Unkept):
+class BatchHook(Unkept):
     """Tells that the model's forward begins, and how to count its samples and tokens: what is told is kept from
     harming the forward. From inside a compiled graph they come one by one.
     """

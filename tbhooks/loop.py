@@ -52,6 +52,7 @@ class Loop:
         self.scaler = ScalerReader(self.probe, self.clock, self.recorder, report)
         self.probe.backward_begins = self.clock.alone(self.parameters.backward_begins)
         self.probe.backward_ended = self.clock.alone(self.parameters.backward_ended)
+        self.other_optimizer_stepped = self.probe.other_optimizer_stepped
         self.scaler.unscaled = self.parameters.unscaled
         self.scaler.step_skipped = self._step_skipped
         self.tripwire = Tripwire()
@@ -87,10 +88,7 @@ class Loop:
             # Other ranks have none that is cut short; where forwards count, it is whole.
             awaited = self._team is not None and self.clock.mode != "forward"
             if self.probe.seen is not None and self.recorder.calls and not awaited:
-                if self.clock.mode != "optimizer":  # no optimizer will come to read them at
-                    self.parameters.rest()
-                with unrecorded():
-                    self.probe.onlookers.end(self.recorder)
+                self._end_cut_short()
                 self._scalars.last = Step(self.clock.count, is_logged=True)
                 self._pack(self._scalars.last)
                 if self.clock.mode == "forward":
@@ -104,6 +102,17 @@ class Loop:
             for profile in self.profiles:
                 profile.stop(self.clock.count - 1)
         self.forget_everyone()
+
+    def _end_cut_short(self) -> None:
+        """Where an optimizer ends steps, what came after its last step is none, and only numbers of the user stay."""
+        if self.clock.mode == "optimizer" and self.clock.count:
+            self.recorder.keep_scalars_only("train/")
+            return
+        self.probe.leave_out_unused()
+        if self.clock.mode != "optimizer":  # no optimizer will come to read them at
+            self.parameters.rest()
+        with unrecorded():
+            self.probe.onlookers.end(self.recorder)
 
     def forget_everyone(self) -> None:
         """Nobody calls any more: no optimizer, no scaler, no forward."""
@@ -258,6 +267,7 @@ class Loop:
     def before_optimizer(self, optimizer: Optimizer, has_closure: bool) -> None:
         self._step_is_over()
         self._scalars.no_more()
+        self.probe.optimizer_steps(self.clock.count)
         self.scaler.before_optimizer(optimizer)
         self.tripwire.look(optimizer, self.clock.count)
         if self._replay is not None:
@@ -388,6 +398,7 @@ class Loop:
         if not self._pauses:
             self.parameters.rest()
         self.parameters.forget()
+        self.probe.leave_out_unused()
         with unrecorded():
             self.probe.units.log(self.recorder)
             self.probe.onlookers.end(self.recorder)

@@ -18,7 +18,18 @@ from torch.utils.hooks import RemovableHandle
 from tbhooks import compilation, compiled, select, torch_private
 from tbhooks.frame import ROOT
 from tbhooks.functional import Functional
-from tbhooks.hooks import CallHook, EnterHook, Follows, ForwardHook, InputHook, LeaveHook, ReturnHook, Told
+from tbhooks.hooks import (
+    BeginHook,
+    CallHook,
+    EndHook,
+    EnterHook,
+    Follows,
+    ForwardHook,
+    InputHook,
+    LeaveHook,
+    ReturnHook,
+    Told,
+)  # fmt: skip
 from tbhooks.onlookers import Onlookers
 from tbhooks.report import Report
 
@@ -235,7 +246,7 @@ class Placement:
     def _is_mine(self, hook: object) -> bool:
         if isinstance(hook, EnterHook | LeaveHook):
             return hook.functional is self._functional
-        return isinstance(hook, ForwardHook | InputHook) and hook.told is self._told
+        return isinstance(hook, ForwardHook | InputHook | BeginHook | EndHook) and hook.told is self._told
 
     def _has(self, path: str, module: nn.Module) -> bool:
         return path in self.hooks and self.hooks[path].module() is module
@@ -245,7 +256,8 @@ class Placement:
             chosen = modules
         else:
             chosen = {} if self._wanted.isdisjoint(_OF_MODULES) else self._selector.choose(modules)
-            if "weight_gradient" in self._wanted:  # the end of the model's backward is when they are read
+            # The end of the model's backward is when weight gradients are read, and tells which forwards are trained.
+            if chosen or "weight_gradient" in self._wanted:
                 chosen = {ROOT: modules[ROOT], **chosen}
             if self._onlookers:
                 chosen |= {path: module for path, module in modules.items() if self._is_shown(path, module)}
@@ -261,8 +273,10 @@ class Placement:
         return type(module).forward is not nn.Module.forward  # ModuleList and its like are never called
 
     def _register(self, hook: ForwardHook, module: nn.Module) -> Iterator[RemovableHandle]:
+        if hook.path == ROOT:
+            yield module.register_forward_pre_hook(BeginHook(self._told))
         if hook.reads_inputs or hook.shows_inputs:
-            yield module.register_forward_pre_hook(InputHook(hook), with_kwargs=True)
+            yield _hook_begin(module, InputHook(hook))
         if self._functional is not None:
             yield module.register_forward_pre_hook(EnterHook(self._functional, hook))
         compiled.stays_uncompiled(type(module).forward)
@@ -270,20 +284,33 @@ class Placement:
             # What register_forward_hook does, without a handle.
             module._forward_hooks[self._key] = hook
         if self._functional is not None:
-            yield module.register_forward_hook(LeaveHook(self._functional, hook.path), always_call=True)
+            yield _hook_end(module, LeaveHook(self._functional, hook.path))
+        if hook.path == ROOT:
+            yield _hook_end(module, EndHook(self._told))
 
 
 def hook_root(model: nn.Module, told: Callable[..., None]) -> RemovableHandle:
     """Calls `told` whenever a forward of the model begins."""
-    return model.register_forward_pre_hook(told, with_kwargs=True)
+    return _hook_begin(model, told)
+
+
+def _hook_begin(module: nn.Module, told: Callable[..., None]) -> RemovableHandle:
+    handle = module.register_forward_pre_hook(told, with_kwargs=True)
+    # Torch asks only if the number is there. With the hook as its value, copies of the module leave it out, too.
+    module._forward_pre_hooks_with_kwargs[handle.id] = told  # type: ignore[assignment]
+    return handle
+
+
+def _hook_end(module: nn.Module, told: Callable[..., None]) -> RemovableHandle:
+    """Calls `told` whenever a forward of the module ends, also by an exception."""
+    handle = module.register_forward_hook(told, always_call=True)
+    module._forward_hooks_always_called[handle.id] = told  # type: ignore[assignment]
+    return handle
 
 
 def hook_forward(model: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> list[RemovableHandle]:
     """Calls `before` with what a model is given, and `after` with what it returns."""
-    return [
-        model.register_forward_pre_hook(before, with_kwargs=True),
-        model.register_forward_hook(after),
-    ]
+    return [_hook_begin(model, before), model.register_forward_hook(after)]
 
 
 def hook_calls(modules: Mapping[str, nn.Module], follows: Follows) -> list[RemovableHandle]:
@@ -292,8 +319,7 @@ def hook_calls(modules: Mapping[str, nn.Module], follows: Follows) -> list[Remov
     for path, module in modules.items():
         if not isinstance(module, torch.jit.ScriptModule):
             compiled.stays_uncompiled(type(module).forward)
-            handles.append(module.register_forward_pre_hook(CallHook(follows, path), with_kwargs=True))
-            handles.append(module.register_forward_hook(ReturnHook(follows, path), always_call=True))
+            handles += [_hook_begin(module, CallHook(follows, path)), _hook_end(module, ReturnHook(follows, path))]
     return handles
 
 

@@ -5,60 +5,41 @@ Whatever goes wrong in here is counted and told once; training never sees it, an
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from tbhooks import autograd, compiled, outputs, select, shards
-from tbhooks.autograd import NO_BACKWARD, backward_pass, capture_check, in_backward, is_traced, unrecorded
+from tbhooks import compiled, outputs, select, shards
+from tbhooks.autograd import in_backward, is_traced, unrecorded
 from tbhooks.buffer import NO_SITE, Recorder
-from tbhooks.compiled import Gate, runs_as_python
-from tbhooks.frame import Site
+from tbhooks.frame import EVALUATION_SINCE, ROOT, Site
 from tbhooks.functional import Functional
-from tbhooks.hooks import ForwardHook, GradientHook, RootHook, ScaledLossHook, is_hooked
-from tbhooks.onlookers import Onlooker, Onlookers
+from tbhooks.hooks import ForwardHook, GradientHook, RootHook, ScaledLossHook
+from tbhooks.onlookers import Onlooker
+from tbhooks.passes import Pass
 from tbhooks.placement import Placement, hook_root, hook_tensor
-from tbhooks.reducing import note_readable, reduce_and_note, reduced
-from tbhooks.report import Report
-from tbhooks.rows import has_no_data
+from tbhooks.reading import NOT_TRAINED, Reader
+from tbhooks.reducing import reduce_and_note
+from tbhooks.report import Report, described
 from tbhooks.seen import Seen
-from tbhooks.units import RECTIFIED, Units
+from tbhooks.units import RECTIFIED
+
+# A hook that has failed on so many logged steps in a row is not called any more.
+MOST_FAILURES = 3
 
 
-class Probe:
+class Probe(Reader):
     """The hooks of one watch. `begin` opens a logged step, `end` closes it."""
 
     def __init__(self, model: nn.Module, selector: select.Selector, recorder: Recorder, report: Report) -> None:
-        self.seen: Seen | None = None
-        """The open step; None between logged steps."""
-        self.next_forward: Callable[[], None] | None = None
-        """Called once, before a training forward is read: the step before it is over."""
-        self.backward_ended: Callable[[Tensor | None], None] | None = None
-        """Called when a backward pass that reached the open step has ended, with the scale of its loss."""
-        self.backward_begins: Callable[[], None] | None = None
-        """Called when one begins."""
-        self.evaluation: Recorder | None = None
-        """Where evaluation passes are read into, if they are."""
-        self.gate = Gate()
-        self._model = weakref.ref(select.unwrap(model))
-        self._recorder = recorder
-        self.number = recorder.number
-        self._report = report
+        super().__init__(model, recorder, report)
+        self._failing: dict[str, ForwardHook] = {}
         self._functional = Functional(self._saw_functional, report) if recorder.wants("functional") else None
-        self.onlookers = Onlookers(report)
         self.placement = Placement(
             self, self._model, selector, recorder.kinds, self._functional, self.onlookers, report
         )
-        self.units = Units()
-        self._lock = threading.RLock()
-        self._is_captured = capture_check()
-        self._trained = False
-        self._read_evaluation = False
 
     @property
     def gradients_seen(self) -> bool:
@@ -73,12 +54,15 @@ class Probe:
     @property
     def is_blind(self) -> bool:
         """Whether nothing was seen of the model, or only its outside."""
+        if self.seen is not None and self.seen.left_out and not self.called:
+            return False
         return not self.called or (self.seen is not None and self.seen.is_blind_below(self.placement.hooks))
 
     def begin(self, attach: bool) -> None:
         """Opens a logged step and puts the hooks on."""
-        self.seen = Seen()
-        self.onlookers.begin()
+        self._see_anew()
+        for hook in self._failing.values():
+            hook.broken = hook.failures >= MOST_FAILURES
         if attach:
             self.attach()
 
@@ -96,21 +80,40 @@ class Probe:
         if self.seen is not None:
             self.placement.report_lost(self.seen.called)
             watched = [path for path, hook in self.placement.hooks.items() if hook.reads]
-            self.seen.report_missing(self._report, watched, self._recorder.sites)
+            self.seen.report_missing(self._report, watched, self._recorder.sites, self.passes.unused())
+            self._forgive(self.seen)
         self._close()
         if not keep_hooks:
             self.detach()
+
+    def leave_out_unused(self) -> None:
+        """Forwards that no backward went through are no part of the step, if others are."""
+        unused = self.passes.unused()
+        if self._recorder.drop(unused) and not all(each.raised or each.evaluates for each in unused):
+            self._report.tell(NOT_TRAINED)
+        if self.passes.evaluation_was_trained and self.admission.since is not None:
+            self._recorder.scalar(EVALUATION_SINCE, self.admission.since)
+
+    def other_optimizer_stepped(self) -> None:
+        """One that owns no parameter of the model."""
+        if self.seen is not None:
+            self.passes.another_optimizer_stepped()
+
+    def optimizer_steps(self, step: int) -> None:
+        """One that does is about to: gradients that were made for others are gone by now."""
+        model = self._model()
+        if model is not None:
+            self.admission.optimizer_steps(model, step)
+        if self.seen is not None:
+            cleared = self.passes.cleared()
+            if cleared:
+                self._recorder.drop(cleared)
 
     def start_over(self) -> None:
         """Forgets what the open step has seen: it did not happen."""
         if self.seen is not None:
             self._close()
             self._open_anew()
-
-    def _open_anew(self) -> None:
-        self.seen = Seen()
-        self.onlookers.begin()
-        self._recorder.restart()
 
     def abandon(self) -> None:
         """Closes a step that was cut short, and leaves no hook behind."""
@@ -167,32 +170,52 @@ class Probe:
         started = report.enter()
         try:
             recorder = self.destination()
-            if recorder is None or recorder.overflowed:
+            tried = self._tried(recorder)
+            if (recorder is None or recorder.overflowed) and tried is None:
                 return
             with unrecorded():
-                self._read_output(recorder, hook, output)
+                self._report.hooks_fired += 1
+                if recorder is not None and recorder is self.evaluation:
+                    self._read_evaluated(recorder, hook, output)
+                if self.seen is not None and (recorder is self._recorder or tried is not None):
+                    self._read_output(self.seen, self.passes.note(tried or self.passes.current()), hook, output)
         except Exception as problem:
-            hook.broken = True
-            report.error(f"hook on {hook.path}", problem)
+            self._failed(hook, problem)
         finally:
             report.leave(started)
 
-    def _read_output(self, recorder: Recorder, hook: ForwardHook, output: object) -> None:
-        self._report.hooks_fired += 1
+    def _failed(self, hook: ForwardHook, problem: Exception) -> None:
+        """A hook that failed is called again on the next logged step, and given up after several in a row."""
+        hook.broken = True
+        hook.failures += 1
+        self._failing[hook.path] = hook
+        gives_up = f"; given up after {MOST_FAILURES} logged steps in a row" if hook.failures >= MOST_FAILURES else ""
+        self._report.cannot_see_now(hook.path, f"its hook failed: {described(problem)}{gives_up}")
+        self._report.error(f"hook on {hook.path}", problem)
+
+    def _forgive(self, seen: Seen) -> None:
+        """Of those that failed before, the ones that did not fail in this step."""
+        for path, hook in list(self._failing.items()):
+            if not hook.broken and path in seen.called:
+                hook.failures = 0
+                del self._failing[path]
+                self._report.sees(path)
+
+    def _read_evaluated(self, recorder: Recorder, hook: ForwardHook, output: object) -> None:
+        for index, tensor in outputs.tensors(output) if hook.reads_outputs else ():
+            site = recorder.number(Site(hook.path, "activation", index))
+            reduce_and_note(recorder, site, tensor, self._report, self.passes.current())
+
+    def _read_output(self, seen: Seen, of: Pass, hook: ForwardHook, output: object) -> None:
+        (of.paths if self._is_doubtful(of) else seen.called).add(hook.path)
         found = outputs.tensors(output)
-        if recorder is self.evaluation:
-            for index, tensor in found if hook.reads_outputs else ():
-                reduce_and_note(recorder, recorder.number(Site(hook.path, "activation", index)), tensor, self._report)
-            return
-        assert self.seen is not None
-        self.seen.called.add(hook.path)
         if not found:
             self._report.cannot_see(hook.path, f"its output, a {type(output).__name__}, shows no tensor")
         if any(shards.is_spread(tensor) for _, tensor in found):  # what parallelize_module put on comes after ours
             self.placement.come_last(hook)
         inside = self.gate.was_compiled and compiled.with_gradients_inside(found)
         for index, tensor in found:
-            self._saw_tensor(self.seen, hook, index, tensor, hidden=inside)
+            self._saw_tensor(seen, of, hook, index, tensor, hidden=inside)
 
     def saw_inputs(self, hook: ForwardHook, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if is_traced():
@@ -201,13 +224,26 @@ class Probe:
             recorder = self.destination()
             if recorder is not None and not recorder.overflowed and not in_backward():
                 self._note_called(recorder, hook)
+                of = self._owner(recorder)
                 with unrecorded():
                     for index, tensor in outputs.inputs(args, kwargs):
                         if hook.reads_inputs:
                             site = recorder.number(Site(hook.path, "input", index))
-                            reduce_and_note(recorder, site, tensor, self._report)
+                            reduce_and_note(recorder, site, tensor, self._report, of)
                         if hook.shows_inputs and recorder is self._recorder:
                             self._show(hook.path, "input", index, tensor)
+
+    def forward_begins(self) -> None:
+        """One of the whole model."""
+        with self._report.guarded("before the model's forward"):
+            self.passes.begin()
+            if self.gate.was_compiled:  # gradients from compiled parts know the forward by it
+                self.gate.next_step()
+
+    def forward_ends(self, output: object) -> None:
+        """One way or another; by an exception, there is no output."""
+        with self._report.guarded("after the model's forward"):
+            self.passes.end(output)
 
     def saw_call(self, hook: ForwardHook) -> None:
         with self._report.guarded(f"call of {hook.path}"):
@@ -215,50 +251,16 @@ class Probe:
             if recorder is not None:
                 self._note_called(recorder, hook)
 
-    def _note_called(self, recorder: Recorder, hook: ForwardHook) -> None:
-        if recorder is not self.evaluation and self.seen is not None:
-            self.seen.called.add(hook.path)
-
     def _saw_functional(self, path: str, index: str, tensor: Tensor) -> bool:
         hook = self.placement.hooks.get(path.rpartition(":")[0])
         recorder = None if hook is None or not hook.reads_operations or in_backward() else self.destination()
         if hook is None or recorder is None or recorder.overflowed:
             return False
-        reduce_and_note(recorder, recorder.number(Site(path, "functional", index)), tensor, self._report)
+        site = recorder.number(Site(path, "functional", index))
+        reduce_and_note(recorder, site, tensor, self._report, self._owner(recorder))
         if path.endswith(RECTIFIED) and recorder is not self.evaluation:
             self.units.see(f"functional/{path}{index}", tensor)
         return hook.shows_outputs and recorder is self._recorder and self._show(path, "functional", index, tensor)
-
-    def saw_gradient(self, hook: GradientHook, gradient: Tensor) -> None:
-        seen = self.seen
-        if seen is None or hook.step is not seen or self._is_captured():
-            return
-        report = self._report
-        started = report.enter()
-        try:
-            hook.fired = True
-            self._note_backward(seen)
-            if hook.sites:
-                report.hooks_fired += 1
-                first, *others = hook.sites
-                if has_no_data(gradient):
-                    report.cannot_see(str(self._recorder.sites[first]), "it holds no data: a torch.func stand-in")
-                    return
-                with unrecorded():
-                    span = self._recorder.record(first, gradient, seen.scale)
-                if span is not None:
-                    for site in others:
-                        self._recorder.share(site, span)
-        except Exception as problem:
-            report.error("gradient hook", problem)
-        finally:
-            report.leave(started)
-
-    def saw_scaled_loss(self, hook: ScaledLossHook) -> None:
-        if self.seen is not None and hook.step is self.seen:
-            with self._report.guarded("reading the loss scale"):
-                self.seen.scale = hook.scale
-                self._note_backward(self.seen)
 
     def saw_in_graph(
         self, hook: ForwardHook, tensor: Tensor, kind: str, index: str, gradient: str, serial: int
@@ -268,133 +270,57 @@ class Probe:
             if kind == "gradient":
                 placed = None if self.seen is None else self.seen.in_graph.get((hook.path, index))
                 if placed is not None and self.seen is not None and serial in self.seen.serials:
+                    placed.passes = [self.seen.serials[serial]]
                     self.saw_gradient(placed, tensor)
                 return
             recorder = self.destination()
-            if recorder is None or recorder.overflowed or in_backward():
+            tried = self._tried(recorder)
+            if in_backward():
                 return
-            self._report.hooks_fired += 1
-            reduce_and_note(recorder, self._site_in_graph(recorder, hook, kind, index), tensor, self._report)
-            if recorder is self._recorder and (hook.shows_inputs if kind == "input" else hook.shows_outputs):
-                self._show(hook.path, kind, index, tensor)
-            if recorder is not self.evaluation and self.seen is not None and kind == "activation":
-                self.seen.called.add(hook.path)
-                if hook.has_units:
-                    self.units.see(f"activation/{hook.path}{index}", tensor)
-                self.seen.serials.add(serial)
-                if gradient == compiled.GRADIENT_COMES:
-                    self._expect_in_graph(self.seen, hook, index)
-                elif gradient == compiled.LOST_GRADIENT and hook.reads_gradients:
-                    self._report.cannot_see(f"gradient/{hook.path}{index}", "compiled autograd takes no hooks")
+            self._report.hooks_fired += recorder is not None or tried is not None
+            if recorder is not None and recorder is self.evaluation and not recorder.overflowed:
+                site = self._site_in_graph(recorder, hook, kind, index)
+                reduce_and_note(recorder, site, tensor, self._report, self.passes.current())
+            if self.seen is not None and (recorder is self._recorder or tried is not None):
+                of = self.passes.note(self.seen.serials.setdefault(serial, tried or self.passes.current()))
+                self._read_in_graph(self.seen, of, hook, tensor, kind, index, gradient)
+
+    def _read_in_graph(
+        self, seen: Seen, of: Pass, hook: ForwardHook, tensor: Tensor, kind: str, index: str, gradient: str
+    ) -> None:  # fmt: skip
+        recorder, doubtful = self._recorder, self._is_doubtful(of)
+        if recorder.overflowed:
+            return
+        reduce_and_note(recorder, self._site_in_graph(recorder, hook, kind, index), tensor, self._report, of)
+        if not doubtful and (hook.shows_inputs if kind == "input" else hook.shows_outputs):
+            self._show(hook.path, kind, index, tensor)
+        if kind != "activation":
+            return
+        (of.paths if doubtful else seen.called).add(hook.path)
+        if hook.has_units and not doubtful:
+            self.units.see(f"activation/{hook.path}{index}", tensor)
+        if gradient == compiled.GRADIENT_COMES:
+            of.hooked = True
+            self._expect_in_graph(seen, of, hook, index)
+        elif gradient == compiled.LOST_GRADIENT and hook.reads_gradients:
+            self._report.cannot_see(f"gradient/{hook.path}{index}", "compiled autograd takes no hooks")
+        if hook.path == ROOT:
+            self.passes.end_loose()
+            self.gate.next_step()
 
     def _site_in_graph(self, recorder: Recorder, hook: ForwardHook, kind: str, index: str) -> int:
         wanted = hook.reads_inputs if kind == "input" else hook.reads_outputs
         return recorder.number(Site(hook.path, kind, index)) if wanted else NO_SITE
 
-    def _expect_in_graph(self, seen: Seen, hook: ForwardHook, index: str) -> None:
+    def _expect_in_graph(self, seen: Seen, of: Pass, hook: ForwardHook, index: str) -> None:
         if (hook.path, index) not in seen.in_graph:
             placed = GradientHook(self, seen, is_view=False)
             if hook.reads_gradients:
                 placed.sites.append(self.number(Site(hook.path, "gradient", index)))
             seen.in_graph[hook.path, index] = placed
             seen.placed.append(placed)
+        seen.in_graph[hook.path, index].passes.append(of)
 
     # Which passes are read.
 
-    def admits(self, model: nn.Module) -> bool:
-        """Evaluation passes are not part of a step, unless the model has never been seen training."""
-        self._trained = self._trained or model.training
-        return model.training or not (self._trained or self.gate.evaluation)
-
-    def destination(self) -> Recorder | None:
-        """Where the forward that is running is read into; None where it is not."""
-        model = self._model()
-        if model is None or self._is_captured():
-            return None
-        if not self.admits(model):
-            return self.evaluation
-        if self.next_forward is not None and not in_backward():
-            with self._lock:  # modules may run in several threads, and none may look before the step has begun
-                if self.next_forward is not None:
-                    self.next_forward()
-                    self.next_forward = None
-        if self.seen is None:
-            return None
-        if model.training and self._read_evaluation:
-            # What was read before the first training pass is not of its step.
-            self.units.forget()
-            self._open_anew()
-        self._read_evaluation = not model.training
-        if self.seen.backward != NO_BACKWARD and not in_backward():  # that one raised, and never called back
-            self.seen.backward, self.seen.scale = NO_BACKWARD, None
-        return self._recorder
-
     # What is done with a tensor.
-
-    def _saw_tensor(self, seen: Seen, hook: ForwardHook, index: str, tensor: Tensor, hidden: bool) -> None:
-        if has_no_data(tensor):
-            self._report.cannot_see(hook.path + index, "it holds no data: a tracing or torch.func stand-in")
-            return
-        activation, gradient = hook.site_numbers(index)
-        span, placed = seen.recall(tensor)
-        recomputed = in_backward()
-        if activation != NO_SITE and not recomputed:
-            if span is not None:
-                self._recorder.share(activation, span)
-            else:
-                span = reduced(self._recorder, activation, tensor)
-            if span is None or self._report.unseen:
-                note_readable(self._report, hook.path + index, tensor, span is not None)
-        if (hook.has_units or hook.shows_outputs) and not recomputed:
-            self._look_closer(hook, index, tensor)
-        if hidden and gradient != NO_SITE:
-            gradient = NO_SITE
-            self._report.cannot_see(f"gradient/{hook.path}{index}", compiled.GRADIENTS_INSIDE)
-        wanted = tensor.requires_grad and (gradient != NO_SITE or hook.ends_backward)
-        # A recomputed block is called with tensors that are hooked already, not with copies of them.
-        if wanted and not (recomputed and (tensor.is_leaf or is_hooked(tensor, seen, gradient))):
-            if placed is None:
-                placed = self._place(seen, tensor)
-            if gradient != NO_SITE:
-                placed.sites.append(gradient)
-        seen.remember(tensor, span, placed)
-
-    def _look_closer(self, hook: ForwardHook, index: str, tensor: Tensor) -> None:
-        local = shards.here(tensor) if hook.has_units and hook.reads_outputs else None
-        if local is not None:
-            self.units.see(f"activation/{hook.path}{index}", local)
-        if hook.shows_outputs:
-            self._show(hook.path, "activation", index, tensor)
-
-    def _show(self, path: str, kind: str, index: str, tensor: Tensor) -> bool:
-        """To those who look on: what of it is on this rank, if anything is."""
-        local = shards.here(tensor)
-        if local is None or has_no_data(local):
-            return False
-        self.onlookers.saw(path, kind, index, local)
-        return True
-
-    def _place(self, seen: Seen, tensor: Tensor) -> GradientHook:
-        hook = GradientHook(self, seen, tensor._is_view())
-        handle = hook_tensor(tensor, hook)
-        if tensor.is_leaf:  # it outlives the step, and so would the hook
-            seen.leaf_handles.append(handle)
-        seen.placed.append(hook)
-        return hook
-
-    def _note_backward(self, seen: Seen) -> None:
-        """Once a backward pass: passes inside passes (reentrant checkpoints) are part of it."""
-        if self.backward_ended is None or seen.backward != NO_BACKWARD or not in_backward():
-            return
-        seen.backward = backward_pass()
-        if self.backward_begins is not None:
-            self.backward_begins()
-        autograd.at_end_of_backward(partial(self._backward_ends, seen))
-
-    @runs_as_python
-    def _backward_ends(self, seen: Seen) -> None:
-        seen.backward = NO_BACKWARD
-        if self.seen is seen and self.backward_ended is not None:
-            with self._report.guarded("after backward"), unrecorded():
-                self.backward_ended(seen.scale)
-        seen.scale = None

@@ -10,20 +10,20 @@ from tbhooks.report import Report
 from tbhooks.rows import describe, has_no_data, is_ordinary
 
 
-def reduced(recorder: Recorder, site: int, tensor: Tensor) -> Span | None:
+def reduced(recorder: Recorder, site: int, tensor: Tensor, owner: object) -> Span | None:
     """Where its record is; None if it holds no real numbers."""
     try:
-        return recorder.record(site, tensor)
+        return recorder.record(site, tensor, None, owner)
     except (RuntimeError, TypeError, NotImplementedError):
         if is_ordinary(tensor):
             raise
         return None  # a type that does not do what tensors do
 
 
-def reduce_and_note(recorder: Recorder, site: int, tensor: Tensor, report: Report) -> None:
+def reduce_and_note(recorder: Recorder, site: int, tensor: Tensor, report: Report, owner: object) -> None:
     """Does nothing where nobody asked for the site, or the tensor only stands for one."""
     if site != NO_SITE and not has_no_data(tensor):
-        note_readable(report, str(recorder.sites[site]), tensor, reduced(recorder, site, tensor) is not None)
+        note_readable(report, str(recorder.sites[site]), tensor, reduced(recorder, site, tensor, owner) is not None)
 
 
 def note_readable(report: Report, name: str, tensor: Tensor, readable: bool) -> None:

@@ -151,9 +151,7 @@ class Report:
         """Counts an exception of ours and tells each kind of it once."""
         with self._lock:  # training and the background thread count here
             self.errors += 1
-        kind = type(problem).__name__
-        text = textwrap.shorten(str(problem), 300)  # torch can fill pages with one
-        self.tell(f"{where}: {kind}: {text}", level=logging.ERROR, once=f"{where}: {kind}")
+        self.tell(f"{where}: {described(problem)}", level=logging.ERROR, once=f"{where}: {type(problem).__name__}")
 
     def drop(self, why: str, steps: int = 1) -> None:
         with self._lock:
@@ -176,6 +174,12 @@ class Report:
                 self.unseen[name] = why
                 self._untold.setdefault(why, []).append(name)
 
+    def cannot_see_now(self, name: str, why: str) -> None:
+        """For a reason that takes the place of the one that was known."""
+        if self.unseen.get(name) != why:
+            self.unseen.pop(name, None)
+            self.cannot_see(name, why)
+
     def sees(self, name: str) -> None:
         """A name that could not be seen before now can."""
         self.unseen.pop(name, None)
@@ -186,3 +190,9 @@ class Report:
             untold, self._untold = self._untold, {}
         for why, names in untold.items():
             self.tell(f"{_NOT_SEEN}{listed(names)}: {why}", level=logging.INFO)
+
+
+def described(problem: BaseException) -> str:
+    """Its type and text; torch can fill pages with one."""
+    text = textwrap.shorten(str(problem), 300)
+    return f"{type(problem).__name__}: {text}" if text else type(problem).__name__

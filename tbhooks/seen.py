@@ -6,7 +6,7 @@ Kept by the probe from the first hook of a step to its end. Holds no tensor aliv
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from tbhooks.autograd import NO_BACKWARD
 from tbhooks.frame import ROOT, Site
 from tbhooks.hooks import ForwardHook, GradientHook
+from tbhooks.passes import Backward, Pass
 from tbhooks.pending import Span
 from tbhooks.report import Report
 
@@ -46,10 +47,14 @@ class Seen:
     """Gradients that a compiled graph will show, by path and index."""
     backward: int = NO_BACKWARD
     """The backward pass that is running through it."""
+    running: Backward = field(default_factory=Backward)
+    """That pass, or the last one; owns the gradients it shows."""
     scale: Tensor | None = None
     """What the loss of that pass was multiplied by."""
-    serials: set[int] = field(default_factory=set)
-    """The numbers of the step, as compiled graphs know it."""
+    serials: dict[int, Pass] = field(default_factory=dict)
+    """The passes of the step by their numbers, as compiled graphs know them."""
+    left_out: bool = False
+    """Whether forwards were not read because no backward can go through them."""
     leaf_handles: list[RemovableHandle] = field(default_factory=list)
     _recent: dict[int, _Recent] = field(default_factory=dict)
 
@@ -89,8 +94,9 @@ class Seen:
         for handle in self.leaf_handles:
             handle.remove()
 
-    def report_missing(self, report: Report, watched: Iterable[str], sites: list[Site]) -> None:
-        """Tells of modules that did not run and of gradients that did not come."""
+    def report_missing(self, report: Report, watched: Iterable[str], sites: list[Site], left_out: Set[Pass]) -> None:
+        """Tells of modules that did not run and of gradients that did not come, but for passes that were left out."""
+        self.placed = [hook for hook in self.placed if hook.fired or not left_out >= set(hook.passes)]
         if self.called:
             for path in watched:
                 if path not in self.called:
@@ -109,7 +115,9 @@ class Seen:
     def _report_unreached(self, report: Report, reached: set[int], sites: list[Site]) -> None:
         for hook in self.placed:
             for site in hook.sites:
-                if site in reached:
+                if hook.failure:
+                    report.cannot_see_now(str(sites[site]), hook.failure)
+                elif site in reached:
                     report.sees(str(sites[site]))
                 else:
                     report.cannot_see(str(sites[site]), VIEW_LOST if hook.is_view else NOT_REACHED)

@@ -31,7 +31,7 @@ from torch.utils.hooks import RemovableHandle
 from tbhooks import outputs
 from tbhooks.autograd import at_end_of_backward, in_backward, unrecorded
 from tbhooks.compiled import runs_as_python
-from tbhooks.hooks import RootHook, _Unkept
+from tbhooks.hooks import RootHook, Unkept
 from tbhooks.placement import hook_forward, hook_tensor
 from tbhooks.report import Report
 from tbhooks.rows import has_no_data
@@ -44,7 +44,7 @@ CLEARED_IN_A_ROW = 3
 MOST_COMPARED, LARGEST_COMPARED = 16, 4096
 
 
-class _OutputHook(_Unkept):
+class _OutputHook(Unkept):
     """Tells what a model's forward has returned; not of one that is being compiled or traced."""
 
     __slots__ = ("__weakref__", "told")
@@ -58,7 +58,7 @@ class _OutputHook(_Unkept):
             self.told(module, output)
 
 
-class _BackwardHook(_Unkept):
+class _BackwardHook(Unkept):
     """On an output of the model: tells that a backward pass went through it."""
 
     __slots__ = ("__weakref__", "model", "turns")

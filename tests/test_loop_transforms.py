@@ -373,14 +373,6 @@ OF_COPIES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("copied", COPIES)
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.xfail(strict=True, reason="the inert hook of the copy is no TorchScript"))
-        if name == "jit_script"
-        else name
-        for name in OF_COPIES
-    ],
-)
+@pytest.mark.parametrize("name", OF_COPIES)
 def test_a_copy_of_an_armed_model_transforms_like_a_copy_of_a_bare_one(name: str, copied: str) -> None:
     assert_unchanged(SQUARE, lambda model, batch: OF_COPIES[name](COPIES[copied](model), batch))

@@ -194,6 +194,61 @@ def test_a_failing_hook_never_reaches_training_and_is_told_once(
     assert any("no such luck" in message for message in watching.stats.messages)
 
 
+def failing_on(layer: nn.Module, steps: set[int], now: list[int]) -> Any:
+    """Records as ever, but has no memory for the outputs of one layer on some steps."""
+    original = Recorder.record
+
+    def record(self: Recorder, site: int, *arguments: Any) -> Any:
+        if now[0] in steps and self.sites[site] == tbhooks.Site("0", "activation"):
+            raise MemoryError("none left")
+        return original(self, site, *arguments)
+
+    return record
+
+
+@pytest.mark.parametrize(("fails", "seen"), [({1}, {0, 2, 3, 4, 5, 6}), ({1, 2, 4, 5}, {0, 3, 6}), ({1, 2, 3}, {0})])
+def test_a_hook_that_failed_is_tried_again_and_given_up_after_three_logged_steps(
+    monkeypatch: pytest.MonkeyPatch, fails: set[int], seen: set[int]
+) -> None:
+    model, now = mlp(), [0]
+    optimizer = sgd(model)
+    monkeypatch.setattr(Recorder, "record", failing_on(model[0], fails, now))
+    reasons = []
+    with tbhooks.watch(model, every=1) as watching:
+        for step in range(7):
+            now[0] = step
+            train(model, 1, optimizer)
+            watching.flush()
+            reasons.append(watching.stats.unseen.get("0", ""))
+    assert {frame.step for frame in watching.history if ("0", "activation") in frame} == seen
+    assert all(("2", "activation") in frame for frame in watching.history)
+    for step in range(7):
+        assert ("MemoryError: none left" in reasons[step]) == (step in fails or (len(seen) == 1 and step > 0))
+    assert not any("never called" in reason for reason in reasons)
+    assert ("given up" in reasons[-1]) == (len(seen) == 1)
+    assert watching.stats.errors == len(fails)
+
+
+def test_a_gradient_that_could_not_be_read_is_named_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Recorder.record
+
+    def record(self: Recorder, site: int, *arguments: Any) -> Any:
+        if self.sites[site] == tbhooks.Site("0", "gradient"):
+            raise MemoryError("none left")
+        return original(self, site, *arguments)
+
+    model = mlp()
+    with tbhooks.watch(model, every=1) as watching:
+        with monkeypatch.context() as patch:
+            patch.setattr(Recorder, "record", record)
+            train(model, 1)
+            watching.flush()
+            assert "MemoryError: none left" in watching.stats.unseen["gradient/0"]
+        train(model, 1)
+    assert "gradient/0" not in watching.stats.unseen
+    assert ("0", "gradient") in watching.latest
+
+
 def test_an_exception_in_forward_leaves_a_working_watch() -> None:
     class Sometimes(nn.Module):
         bad = True

@@ -24,7 +24,7 @@ GOOD, NAN = np.ones(4), np.array([1.0, np.nan, np.nan, np.inf])
 NAMES = [
     "non_finite", "exploding_gradient", "vanishing_gradient", "exploding_activation", "dead_units", "saturated",
     "update_ratio", "unchanged_weight", "missing_gradient", "low_precision", "loss_spike", "collapsed_variance",
-    "attention_collapse", "bad_init", "sick_rank",
+    "attention_collapse", "bad_init", "sick_rank", "evaluation_mode",
 ]  # fmt: skip
 
 Data = Mapping[Site, Any]

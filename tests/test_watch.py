@@ -15,6 +15,8 @@ import sys
 import threading
 import time
 import weakref
+from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -164,13 +166,12 @@ def test_closing_removes_the_hooks_on_optimizers_too() -> None:
     assert before == (len(optimizer._global_optimizer_pre_hooks), len(optimizer._global_optimizer_post_hooks))
 
 
-def test_a_step_cut_short_is_written_at_close() -> None:
+def test_a_step_cut_short_before_the_first_optimizer_step_is_written_at_close() -> None:
     model = mlp()
     with pytest.raises(ZeroDivisionError), tbhooks.watch(model, every=1) as watching:
-        train(model, 1)
         forward(model)
         raise ZeroDivisionError
-    assert steps_of(watching.history) == [0, 1]
+    assert steps_of(watching.history) == [0]
     assert ("0", "activation") in watching.latest
     assert ("0", "gradient") not in watching.latest
     assert watching.stats.unseen == {}
@@ -252,6 +253,16 @@ def test_a_model_that_is_collected_while_its_step_is_being_copied_loses_no_step(
     w.close()
     assert [frame.step for frame in sink] == [0, 1, 2]
     assert (w.stats.dropped, w.stats.errors) == (0, 0)
+
+
+def test_after_the_last_optimizer_step_only_numbers_of_the_user_are_written_at_close() -> None:
+    model = mlp()
+    with tbhooks.watch(model, every=1) as watching:
+        train(model, 1)
+        forward(model).backward()
+        watching.log({"reward": 3.0})
+    assert [(frame.step, bool(frame.sites)) for frame in watching.history] == [(0, True), (1, False)]
+    assert watching.history[1].scalars == {"train/reward": 3.0}
 
 
 def test_a_dropped_model_is_freed_and_its_frames_are_kept() -> None:
@@ -339,6 +350,103 @@ def test_an_armed_model_pickles_and_saves(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout == "fine\n", done.stderr
+
+
+def everything(model: nn.Module) -> tbhooks.Watch:
+    """A watch with every kind of hook there is, on a step that is logged."""
+    kinds = ("activation", "gradient", "weight", "weight_gradient", "update", "input", "functional")
+    watching = tbhooks.watch(model, every=1, kinds=kinds).evaluation().graph().log_every(2)
+    return watching.progress().per_channel("*").on_nonfinite("replay")
+
+
+def hook_dictionaries(model: nn.Module) -> dict[str, Any]:
+    """Every dictionary with anything in it that a module keeps for hooks, the flags of hooks included."""
+    return {
+        f"{path}.{name}": list(value)
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if "hook" in name and isinstance(value, dict) and value
+    }
+
+
+def save_and_load(model: nn.Module) -> nn.Module:
+    torch.save(model, buffer := io.BytesIO())
+    buffer.seek(0)
+    with torch.serialization.safe_globals([nn.Sequential, nn.Linear, nn.ReLU]):
+        return torch.load(buffer, weights_only=True)
+
+
+AGAIN: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "torch.save": save_and_load, "deepcopy": copy.deepcopy, "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("begin", [lambda model: tbhooks.watch(model, every=1), everything], ids=["plain", "all"])
+@pytest.mark.parametrize("again", AGAIN)
+def test_a_copy_of_an_armed_model_holds_no_hook_of_the_watch(
+    again: str, begin: Callable[[nn.Module], tbhooks.Watch]
+) -> None:
+    model = mlp()
+    x = torch.randn(16, 4)
+    with begin(model):
+        copies = [AGAIN[again](model)]
+        loss = model(x).square().mean()
+        copies.append(AGAIN[again](model))  # in the middle of a step
+        loss.backward()
+        assert zoo.hook_count(model) > 0
+    assert [hook_dictionaries(one) for one in copies] == [{}, {}]
+    assert all(torch.equal(one(x), model(x)) for one in copies)
+
+
+@pytest.mark.parametrize("again", ["torch.save", "pickle"])
+def test_the_bytes_of_a_saved_model_are_those_of_an_unwatched_one(again: str) -> None:
+    def saved(model: nn.Module) -> bytes:
+        if again == "pickle":
+            return pickle.dumps(model)
+        torch.save(model, buffer := io.BytesIO())
+        return buffer.getvalue()
+
+    model = mlp()
+    plain = saved(model)
+    with everything(model):
+        assert saved(model) == plain
+    assert saved(model) == plain
+
+
+def first_of_theirs(*_: Any) -> None: ...
+
+
+def second_of_theirs(*_: Any) -> None: ...
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_hooks_of_the_user_stay_in_a_copy_and_in_their_order(again: Callable[[nn.Module], nn.Module]) -> None:
+    model = mlp()
+    model[0].register_forward_hook(first_of_theirs, with_kwargs=True)
+    with everything(model):
+        handle = model[0].register_forward_hook(second_of_theirs)
+        model[0].register_forward_hook(first_of_theirs, prepend=True)
+        one = again(model)
+        assert list(one[0]._forward_hooks.values()) == [first_of_theirs, first_of_theirs, second_of_theirs]
+        assert len(one[0]._forward_hooks_with_kwargs) == 1
+        handle.remove()
+        assert second_of_theirs not in model[0]._forward_hooks.values()
+
+
+def test_a_copy_of_a_parametrized_model_holds_no_hook_of_the_watch() -> None:
+    model = mlp()
+    torch.nn.utils.parametrizations.weight_norm(model[0])  # copies itself by a method of its own
+    before = hook_dictionaries(model)
+    with tbhooks.watch(model, every=1):
+        assert hook_dictionaries(copy.deepcopy(model)) == before
+
+
+def test_other_ordered_dictionaries_are_copied_and_pickled_as_ever() -> None:
+    mapping = OrderedDict(b=1, a=[2])
+    mapping.name = "state"
+    for one in (copy.deepcopy(mapping), pickle.loads(pickle.dumps(mapping)), copy.copy(mapping)):
+        assert (type(one), list(one.items()), one.name) == (OrderedDict, [("b", 1), ("a", [2])], "state")
+    assert type(copy.deepcopy(mlp().state_dict())) is OrderedDict
 
 
 # -- errors -----------------------------------------------------------------------------------------

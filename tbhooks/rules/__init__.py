@@ -25,6 +25,7 @@ from tbhooks.rules.forward import (
     saturated,
 )
 from tbhooks.rules.judge import Judge
+from tbhooks.rules.modes import evaluation_mode
 from tbhooks.rules.numbers import loss_spike, low_precision, non_finite
 from tbhooks.rules.untrained import missing_gradient, unchanged_weight
 
@@ -44,6 +45,7 @@ SHIPPED = (
     attention_collapse,
     bad_init,
     sick_rank,
+    evaluation_mode,
 )
 RULES: dict[str, Rule] = {rule.name: rule for rule in SHIPPED}
 """What `rules="default"` runs."""
@@ -71,6 +73,7 @@ def choose(rules: object) -> tuple[Rule, ...]:
 
 __all__ = [
     "RULES", "SHIPPED", "Judge", "Rule", "attention_collapse", "bad_init", "choose", "collapsed_variance",
-    "dead_units", "exploding_activation", "exploding_gradient", "loss_spike", "low_precision", "missing_gradient",
-    "non_finite", "saturated", "sick_rank", "unchanged_weight", "update_ratio", "vanishing_gradient",
+    "dead_units", "evaluation_mode", "exploding_activation", "exploding_gradient", "loss_spike", "low_precision",
+    "missing_gradient", "non_finite", "saturated", "sick_rank", "unchanged_weight", "update_ratio",
+    "vanishing_gradient",
 ]  # fmt: skip
