@@ -31,10 +31,11 @@ from torch.utils.hooks import RemovableHandle
 from tbhooks import outputs
 from tbhooks.autograd import at_end_of_backward, in_backward, unrecorded
 from tbhooks.compiled import runs_as_python
-from tbhooks.hooks import RootHook, Unkept
+from tbhooks.hooks import RootHook
 from tbhooks.placement import hook_forward, hook_tensor
 from tbhooks.report import Report
 from tbhooks.rows import has_no_data
+from tbhooks.unkept import Unkept
 
 # Longer accumulations than this are rarer than loops without an optimizer.
 FORWARDS_WITHOUT_OPTIMIZER = 256
