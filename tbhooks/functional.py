@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -72,6 +73,8 @@ FUSED_IN_EVALUATION = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.Tra
 
 # A frame of this code is a module's call.
 MODULE_CALL = nn.Module._call_impl.__code__
+# Stands for the address of a frame where a module was not called as one.
+NOT_CALLED = -1
 _NOT_SEEN = "functional operations are not seen"
 _PUSH, _POP = "torch._C._push_on_torch_function_stack", "torch._C._pop_torch_function_stack"
 push: Callable[[TorchFunctionMode], None] = look_up(_PUSH, lambda _: None, _NOT_SEEN)
@@ -88,10 +91,10 @@ _DisableTorchFunction: Callable[[], Any] = look_up(
 class _Call:
     """The forward of a module that is running."""
 
-    __slots__ = ("blind", "counts", "frame", "only", "path")
+    __slots__ = ("blind", "counts", "frame", "module", "only", "path")
 
     def __init__(self, path: str, module: nn.Module, frame: int, inside_blind: bool) -> None:
-        self.path, self.frame = path, frame
+        self.path, self.frame, self.module = path, frame, weakref.ref(module)
         self.blind = inside_blind or (isinstance(module, FUSED_IN_EVALUATION) and not module.training)
         self.only = _seen_in(module)
         self.counts: dict[str, int] = {}
@@ -115,11 +118,20 @@ def _seen_in(module: nn.Module) -> frozenset[str] | None:
     return ATTENTION if where.startswith("torch.nn.") and where != "torch.nn.modules.transformer" else None
 
 
+def is_call(frame: FrameType, address: int, module: weakref.ref[nn.Module]) -> bool:
+    """Whether this frame is that call of a module.
+
+    Frames are known by their address, because one that is held would hold tensors. The address of a call that was
+    interrupted is soon that of another frame: so it has to be a call, and of the same module.
+    """
+    return id(frame) == address and frame.f_code is MODULE_CALL and frame.f_locals.get("self") is module()
+
+
 def _is_running(call: _Call, frame: FrameType | None) -> bool:
-    """Whether a module's call is around a frame. Frames are known by their address: one held would hold tensors."""
-    while frame is not None and id(frame) != call.frame:
+    """Whether a module's call is around a frame."""
+    while frame is not None and not is_call(frame, call.frame, call.module):
         frame = frame.f_back
-    return id(frame) == call.frame  # id(None) where the module was not called as one
+    return frame is not None or call.frame == NOT_CALLED
 
 
 def _count_running(calls: list[_Call], frame: FrameType | None) -> int:
@@ -166,7 +178,7 @@ class _Mode(OwnMode):
             frame = frame.f_back
         del self.calls[_count_running(self.calls, frame and frame.f_back) :]
         inside_blind = bool(self.calls) and self.calls[-1].blind
-        self.calls.append(_Call(path, module, id(frame), inside_blind))
+        self.calls.append(_Call(path, module, NOT_CALLED if frame is None else id(frame), inside_blind))
         self.settle()
 
     def leave(self, path: str) -> None:

@@ -314,12 +314,13 @@ class RootHook(Unkept):
         self.ticket = compiled.ticket(self)
 
     @runs_as_python
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
+        # One that another hook has just taken off is still called, and then without keywords.
         if not torch.compiler.is_compiling():
             if not is_traced() and not _are_stand_ins(args):
                 known = set(module._forward_pre_hooks)
                 self.told()
-                _call_new(module, known, args, kwargs)
+                _call_new(module, known, args, kwargs or {})
         elif self.in_graph and compiled.may_read():
             compiled.begin(self.ticket)
 

@@ -1178,3 +1178,27 @@ def test_nothing_waits_for_the_device() -> None:
         attention_logits(host, host, causal=True).max(-1),
         rtol=1e-5,
     )
+
+
+def test_a_frame_is_a_modules_call_only_if_it_is_of_that_module() -> None:
+    """The address of a call that was interrupted may be that of another module's call later."""
+    import sys
+    import weakref
+
+    from tbhooks.functional import MODULE_CALL, is_call
+
+    found = []
+
+    class Looks(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            frame: Any = sys._getframe()
+            while frame.f_code is not MODULE_CALL:
+                frame = frame.f_back
+            found.append(is_call(frame, id(frame), weakref.ref(self)))
+            found.append(is_call(frame, id(frame), weakref.ref(other)))
+            found.append(is_call(sys._getframe(), id(sys._getframe()), weakref.ref(self)))
+            return x
+
+    other = nn.Linear(1, 1)
+    Looks()(torch.ones(1))
+    assert found == [True, False, False]

@@ -82,7 +82,7 @@ class Pass:
             self._running.append(_Call(path, module, scope, origins, is_blind))
             self.called.add(path)
         if self._mode is None and self.sees_operations:
-            self._mode = Mode(self)
+            self._mode = Mode(self, module)
         self._settle()
 
     def leave(self, path: str, output: object) -> None:

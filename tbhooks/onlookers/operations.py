@@ -7,13 +7,15 @@ that would leave their fused path for it, and sees nothing once the pass was lef
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
-from tbhooks.functional import MODULE_CALL, Operation, OwnMode
+from tbhooks.functional import MODULE_CALL, NOT_CALLED, Operation, OwnMode, is_call
 
 _NO_NEW_NUMBERS = """
     view view_as reshape reshape_as flatten unflatten ravel transpose t T mT H mH adjoint permute swapaxes swapdims
@@ -54,16 +56,18 @@ class Sees(Protocol):
 class Mode(OwnMode):
     """On while a call of a module runs, which is known by the frame it runs in."""
 
-    def __init__(self, sees: Sees) -> None:
+    def __init__(self, sees: Sees, module: nn.Module) -> None:
         super().__init__()
         self._sees = sees
-        self._outermost = id(_module_call(sys._getframe(1)))
+        frame = _module_call(sys._getframe(1))
+        self._outermost = NOT_CALLED if frame is None else id(frame)
+        self._module = weakref.ref(module)
 
     @property
     def is_left_behind(self) -> bool:
         """Whether the call it was put on for has ended; torch runs no hook when an interrupt ends a forward."""
         frame: FrameType | None = sys._getframe(1)
-        while frame is not None and id(frame) != self._outermost:
+        while frame is not None and not is_call(frame, self._outermost, self._module):
             frame = frame.f_back
         return frame is None
 
