@@ -435,7 +435,9 @@ def test_loading_a_checkpoint_between_forwards_is_no_step() -> None:
         model.load_state_dict(mlp(seed=1).state_dict())
         train(model, 3)
     assert watching.stats.steps == 3
-    assert watching.stats.messages == ()
+    assert watching.history[0]["0", "activation"].count == 16 * 8
+    (message,) = watching.stats.messages  # of the first forward, and not of a clock that counts forwards
+    assert "no backward went through" in message
 
 
 def test_lazy_modules_and_long_accumulation_are_counted_by_the_optimizer() -> None:

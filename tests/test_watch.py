@@ -261,8 +261,9 @@ def test_after_the_last_optimizer_step_only_numbers_of_the_user_are_written_at_c
         train(model, 1)
         forward(model).backward()
         watching.log({"reward": 3.0})
-    assert [(frame.step, bool(frame.sites)) for frame in watching.history] == [(0, True), (1, False)]
-    assert watching.history[1].scalars == {"train/reward": 3.0}
+    assert steps_of(watching.history) == [0]
+    steps, values = watching.history.scalar("train/reward")
+    assert (steps, list(values)) == ([1], [3.0])
 
 
 def test_a_dropped_model_is_freed_and_its_frames_are_kept() -> None:
