@@ -296,8 +296,8 @@ def test_only_commands_print(name: str) -> None:
 
 
 @every_module
-def test_files_have_at_most_400_lines(name: str) -> None:
-    assert len(MODULES[name].read_text(encoding="utf-8").splitlines()) <= 400
+def test_files_have_at_most_450_lines(name: str) -> None:
+    assert len(MODULES[name].read_text(encoding="utf-8").splitlines()) <= 450
 
 
 @every_module
