@@ -176,7 +176,7 @@ class Watch(Asking):
         if self._is_model_gone:  # then the pump is handing over what there is
             return
         if self in process.open_watches and not self._has_stopped:
-            self._loop.stop()
+            self._loop.stop(is_failing=process.is_failing())
             self._tell_the_end(failed=process.is_failing())
             self._idle = True
             self._pump.finish()

@@ -81,14 +81,16 @@ class Loop:
         self.probe.placement.start()
         self._begin_if_due()
 
-    def stop(self) -> None:
-        """Ends everything and hands over what there is, a step cut short too."""
+    def stop(self, is_failing: bool = False) -> None:
+        """Ends everything and hands over what there is. If an exception ends the process or the block (`is_failing`), a
+        step that was cut short is shown as far as it came.
+        """
         with self._report.guarded("closing"), self.clock.lock:
             self._step_is_over()
             # Other ranks have none that is cut short; where forwards count, it is whole.
             awaited = self._team is not None and self.clock.mode != "forward"
             if self.probe.seen is not None and self.recorder.calls and not awaited:
-                self._end_cut_short()
+                self._end_cut_short(is_failing)
                 self._scalars.last = Step(self.clock.count, is_logged=True)
                 self._pack(self._scalars.last)
                 if self.clock.mode == "forward":
@@ -103,9 +105,9 @@ class Loop:
                 profile.stop(self.clock.count - 1)
         self.forget_everyone()
 
-    def _end_cut_short(self) -> None:
+    def _end_cut_short(self, is_failing: bool) -> None:
         """Where an optimizer ends steps, what came after its last step is none, and only numbers of the user stay."""
-        if self.clock.mode == "optimizer" and self.clock.count:
+        if self.clock.mode == "optimizer" and self.clock.count and not is_failing:
             self.recorder.keep_scalars_only("train/")
             return
         self.probe.leave_out_unused()
@@ -269,7 +271,8 @@ class Loop:
         self._scalars.no_more()
         self.probe.optimizer_steps(self.clock.count)
         self.scaler.before_optimizer(optimizer)
-        self.tripwire.look(optimizer, self.clock.count)
+        with unrecorded():
+            self.tripwire.look(optimizer, self.clock.count)
         if self._replay is not None:
             self._replay.look(optimizer, self.clock.count)
         self._scalars.before_optimizer(optimizer, self.clock.count)

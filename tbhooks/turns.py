@@ -29,7 +29,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.utils.hooks import RemovableHandle
 
 from tbhooks import outputs
-from tbhooks.autograd import at_end_of_backward, in_backward, unrecorded
+from tbhooks.autograd import at_end_of_backward, in_backward, is_traced, unrecorded
 from tbhooks.compiled import runs_as_python
 from tbhooks.hooks import RootHook
 from tbhooks.placement import hook_forward, hook_tensor
@@ -55,7 +55,7 @@ class _OutputHook(Unkept):
 
     @runs_as_python
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not torch.compiler.is_compiling() and torch._C._get_tracing_state() is None:
+        if not torch.compiler.is_compiling() and not is_traced():
             self.told(module, output)
 
 
@@ -160,4 +160,5 @@ def _values(model: nn.Module) -> list[int]:
     some = (p for p in model.parameters() if type(p) is nn.Parameter and p.is_cpu and p.layout is torch.strided)
     chosen = [p.detach() for p in some if 0 < p.numel() <= LARGEST_COMPARED and not has_no_data(p)][:MOST_COMPARED]
     with torch.no_grad(), unrecorded():
-        return [zlib.crc32(weight.flatten().view(torch.uint8).numpy().data) for weight in chosen]
+        # Of copies: a storage that NumPy has seen can no longer be resized, as FSDP does.
+        return [zlib.crc32(weight.flatten().clone().view(torch.uint8).numpy().data) for weight in chosen]

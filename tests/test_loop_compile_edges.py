@@ -380,7 +380,7 @@ def test_a_copy_of_a_watched_compiled_model_trains_the_same_and_logs_nothing() -
         twin_of_it(torch.randn(6, 4)).mean().backward()
     assert watching.stats.hooks_fired == fired
     optimizer.step()
-    assert watching.latest["0", "activation"].count == 8 * 7
+    assert watching.latest["0", "activation"].count == 8 * 6  # the pass without a backward is left out
     assert watching.stats.errors == 0
 
 

@@ -321,7 +321,7 @@ def test_what_was_hidden_by_a_transform_is_no_longer_called_unseen_once_it_is_se
         assert watching.stats.unseen == {}
 
 
-# -- passes with data count like any other -----------------------------------------------------------
+# -- passes with data count like any other, if a backward goes through them ------------------------
 
 
 def other_weights(model: nn.Module, batch: tuple[Any, ...]) -> Any:
@@ -341,11 +341,8 @@ def in_inference_mode(model: nn.Module, batch: tuple[Any, ...]) -> Any:
         return model(*batch).clone()
 
 
-SEEN: dict[str, Transform] = {
-    "other_weights": other_weights,
-    "dual_numbers": dual_numbers,
-    "inference_mode": in_inference_mode,
-}
+SEEN: dict[str, Transform] = {"other_weights": other_weights}
+UNUSED: dict[str, Transform] = {"dual_numbers": dual_numbers, "inference_mode": in_inference_mode}
 
 
 @pytest.mark.usefixtures("either_kernel")
@@ -356,6 +353,13 @@ def test_a_pass_with_data_is_in_the_numbers_of_its_step(case: zoo.Case, name: st
     observer: twin.Twin = transformed(case, transform, twin.Twin)[2]
     observer.close()
     assert_unchanged(case, transform, observer.steps)
+
+
+@pytest.mark.usefixtures("either_kernel")
+@pytest.mark.parametrize("case", [TURNING, SQUARE, zoo.ZOO["cnn"]], ids=lambda case: case.name)
+@pytest.mark.parametrize("name", UNUSED)
+def test_a_pass_that_no_backward_goes_through_is_left_out_of_the_numbers_of_its_step(case: zoo.Case, name: str) -> None:
+    assert_unchanged(case, lambda model, batch: UNUSED[name](model, (batch[0],)))
 
 
 # -- copies -----------------------------------------------------------------------------------------
