@@ -13,6 +13,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
+from torch.autograd.function import FunctionCtx
 
 from tbhooks.torch_private import look_up
 
@@ -80,7 +81,21 @@ def may_reach_backward() -> bool:
     """Whether a backward may go through what runs here. Inside an autograd function gradients are off, although it has
     a backward of its own: so run reentrant checkpoints, and graphs compiled for training.
     """
-    return torch.is_grad_enabled() or _is_called_by(_CUSTOM_FUNCTION)
+    if torch.is_grad_enabled():
+        return True
+    return _is_called_by(_CUSTOM_FUNCTION) if _CUSTOM_FUNCTION is not None else _is_in_custom_forward()
+
+
+def _is_in_custom_forward() -> bool:
+    """Where `Function.apply` is no Python function, as since torch 2.15: by the context that `forward` is given."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        first = code.co_varnames[0] if code.co_name == "forward" and code.co_argcount else "self"
+        if first != "self" and isinstance(frame.f_locals.get(first), FunctionCtx):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _is_called_by(code: CodeType | None) -> bool:
