@@ -28,6 +28,11 @@ from tbhooks.sinks.table import scalar_table
 
 __all__ = ["Watch", "make_sinks", "unwatch", "watch"]
 
+OF_KERAS = (
+    "this is a Keras model: its layers and optimizers are not torch's. Only the whole model and its parameters are "
+    "read, without updates, and steps are counted by forwards"
+)
+
 
 def watch(
     model: nn.Module,
@@ -82,6 +87,8 @@ def watch(
     if ranks == MERGE:
         place = join(describe(model, selector, kinds, schedule, step), place.first_step)
     watching = Watch(model, selector, kinds, schedule, step, place, sinks, chosen if is_first else (), sinks_of)
+    if any(kind.__module__.partition(".")[0] == "keras" for kind in type(model).__mro__):
+        watching._report.tell(OF_KERAS)
     if not place.is_idle:
         watching._start()
     return watching

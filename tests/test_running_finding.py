@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn
 
 import pytest
@@ -733,6 +735,13 @@ def test_why_there_is_nothing_is_said(begin: Begin, tmp_path: Path) -> None:
     model(batch())
     assert session.close() == "nothing was logged: a model was found, but none of its steps came to an end"
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_script_that_trains_with_keras_is_told_so(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "keras", ModuleType("keras"))
+    said = begin().close()
+    assert said is not None
+    assert said.startswith("nothing was logged: the script trains with Keras")
 
 
 def test_the_end_of_the_run_tells_as_many_findings_as_the_report_and_each_once(begin: Begin, tmp_path: Path) -> None:

@@ -632,3 +632,11 @@ def test_stats_print_line_by_line_and_nothing_twice() -> None:
         assert str(w.stats).count(why) == 1
     assert any(line.startswith("also called again: 0") for line in lines)
     assert w.stats.unseen
+
+
+def test_a_keras_model_is_recognised_and_what_is_not_read_of_it_is_said() -> None:
+    kind = type("Functional", (nn.Linear,), {"__module__": "keras.src.models.functional"})
+    with tbhooks.watch(kind(4, 1), every=1) as w:
+        assert any("Keras" in message for message in w.stats.messages)
+    with tbhooks.watch(nn.Linear(4, 1), every=1) as w:
+        assert not w.stats.messages

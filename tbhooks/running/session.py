@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 # A script that tries out many models one after the other is not followed to its end.
 MOST_MODELS = 16
 # A model is found by the optimizer that trains it.
+KERAS = (
+    "the script trains with Keras, whose optimizers are not torch's. "
+    "tbhooks.watch(model, writer) in the script reads the whole Keras model and its parameters"
+)
 WITHOUT_OPTIMIZER = "If it updates weights itself, put tbhooks.watch(model, directory) into it"
 # What of these kinds a module is given or does is seen by hooks that must be there before it is called.
 _BEFORE_THE_CALL = ("input", "functional")
@@ -105,6 +109,7 @@ class Session:
             (self._is_watched_by_script, "the script watches its model itself"),
             (bool(problems), "; ".join(problems)),
             ("torch" not in sys.modules, "the script did not import torch"),
+            (finder is None and "keras" in sys.modules, KERAS),
             (finder is None, f"the script made no torch optimizer in this process. {WITHOUT_OPTIMIZER}"),
             (bool(self.watched), "a model was found, but none of its steps came to an end"),
             (finder is not None and finder.steps > 1, "what the optimizer steps is in no module"),
