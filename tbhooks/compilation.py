@@ -50,6 +50,9 @@ class Watching(Protocol):
 _watches: weakref.WeakSet[Watching] = weakref.WeakSet()
 _without_hooks: weakref.WeakSet[CodeType] = weakref.WeakSet()
 """Code that was compiled while none of our hooks was in it."""
+_with_hooks: weakref.WeakSet[CodeType] = weakref.WeakSet()
+"""Code that has graphs with our hooks. They do not count against the user's limit of recompiles, nor after the last
+watch has closed."""
 
 
 def begin(watching: Watching) -> None:
@@ -84,8 +87,7 @@ def _compile(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs:
         traced = compiled.traced[before:]
         problem = _broken_by_us(reasons) if traced else None
         if problem is None:
-            if not traced:
-                _without_hooks.add(frame.code)
+            (_with_hooks if traced else _without_hooks).add(frame.code)
             return result
     except Exception as caught:
         traced, problem = compiled.traced[before:], caught
@@ -118,6 +120,8 @@ def _compile_without(frame: _Frame, watches: Iterable[Watching]) -> Any:
     with contextlib.ExitStack() as stack:
         for watching in watches:
             stack.enter_context(watching.off_for_compiler())
+        if frame.code is not None and frame.code in _with_hooks:
+            stack.enter_context(_config(frame, []))
         stack.enter_context(_hooks_wanted(False))
         result = frame.compile()
     if frame.code is not None and not frame.is_exported:

@@ -366,6 +366,8 @@ class Watch(Asking):
         """Lets go of everything without a word: in a forked child, which has no pump to write with."""
         self._idle = True
         self._pump.abandon()
+        self._report.forked()
+        self._loop.forked()
         self._loop.abandon()
         self._loop.forget_everyone()
 

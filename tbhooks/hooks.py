@@ -187,6 +187,7 @@ class ScaledLossHook:
     """Placed on a loss that a GradScaler multiplied: says so when its backward begins."""
 
     __slots__ = ("scale", "step", "told")
+    __torch_unserializable__ = True  # torch leaves it out of pickles, and need not warn of it
 
     def __init__(self, told: ToldOfGradients, step: object, scale: Tensor) -> None:
         self.told, self.step, self.scale = told, step, scale
@@ -301,7 +302,10 @@ def _call_new(module: nn.Module, known: set[int], args: Any, kwargs: Any) -> Non
 
 
 def _are_stand_ins(args: Any) -> bool:
-    return any(has_no_data(tensor) for _, tensor in outputs.tensors(args))
+    try:
+        return any(has_no_data(tensor) for _, tensor in outputs.tensors(args))
+    except Exception:  # of a user's container that raises when it is looked into
+        return False
 
 
 class RootHook(Unkept):

@@ -129,6 +129,11 @@ class Loop:
         self.probe.abandon()
         self.parameters.forget()
 
+    def forked(self) -> None:
+        """In a forked child, whoever held a lock does not exist."""
+        self.clock.lock = threading.RLock()
+        self.probe.placement.forked()
+
     def settle(self, for_good: bool = False) -> None:
         """Hands over everything that has ended: for a reader who waits, which only the training thread can do, or
         because the model is gone. Then it is done by any thread, and the clock is silent.

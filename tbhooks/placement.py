@@ -79,6 +79,10 @@ class Placement:
         if functional is not None:
             functional.show = onlookers.saw
 
+    def forked(self) -> None:
+        """In a forked child, whoever held the lock does not exist."""
+        self._lock = threading.RLock()
+
     def _give_tickets(self) -> None:
         for hook in self.hooks.values():
             hook.take_ticket()

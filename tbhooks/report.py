@@ -141,6 +141,10 @@ class Report:
             self._at_work = None
             self.seconds_training += time.perf_counter() - started
 
+    def forked(self) -> None:
+        """In a forked child, whoever held the lock does not exist."""
+        self._lock = threading.RLock()
+
     def wait_for_others(self, timeout_s: float = 5.0) -> None:
         """Waits until no other thread is in the middle of our work."""
         deadline = time.monotonic() + timeout_s

@@ -63,6 +63,7 @@ class _BackwardHook(Unkept):
     """On an output of the model: tells that a backward pass went through it."""
 
     __slots__ = ("__weakref__", "model", "turns")
+    __torch_unserializable__ = True  # torch leaves it out of pickles, and need not warn of it
 
     def __init__(self, turns: Turns, model: nn.Module) -> None:
         self.turns, self.model = turns, weakref.ref(model)

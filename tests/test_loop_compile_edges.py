@@ -467,3 +467,17 @@ def test_a_model_and_its_watch_are_collected_once_both_are_let_go() -> None:
     torch._dynamo.reset()
     gc.collect()
     assert [reference() for reference in alive] == [None, None]
+
+
+def test_graphs_with_hooks_do_not_count_against_the_limit_of_recompiles_after_close() -> None:
+    model = mlp()
+    called = torch.compile(model, fullgraph=True, dynamic=False, backend="eager")
+    optimizer = sgd(model)
+    watching = tbhooks.watch(model, every=2)
+    for size in range(2, 7):
+        for _ in range(2):
+            called(torch.randn(size, 4)).mean().backward()
+            optimizer.step()
+    watching.close()
+    for size in (2, 9):
+        called(torch.randn(size, 4)).mean().backward()

@@ -7,6 +7,7 @@ import gc
 import importlib.util
 import io
 import math
+import os
 import pickle
 import re
 import signal
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
@@ -640,3 +642,64 @@ def test_a_keras_model_is_recognised_and_what_is_not_read_of_it_is_said() -> Non
         assert any("Keras" in message for message in w.stats.messages)
     with tbhooks.watch(nn.Linear(4, 1), every=1) as w:
         assert not w.stats.messages
+
+
+def test_an_output_is_saved_without_a_warning_of_our_hooks() -> None:
+    model = mlp()
+    with tbhooks.watch(model, every=2), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            torch.save(model(torch.randn(2, 4)), io.BytesIO())
+
+
+class Lazy(dict[str, Any]):
+    """A batch with a part that cannot be had."""
+
+    def items(self) -> Any:
+        raise RuntimeError("this part is not loaded")
+
+
+def test_a_container_that_raises_when_it_is_looked_into_does_not_raise_in_training() -> None:
+    class Takes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 1)
+
+        def forward(self, batch: Lazy) -> torch.Tensor:
+            return self.layer(batch["x"])
+
+    model = Takes()
+    optimizer = sgd(model)
+    with tbhooks.watch(model, every=1, step="forward") as w:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(Lazy(x=torch.randn(2, 4))).mean().backward()
+            optimizer.step()
+    assert w.stats.logged == 3
+
+
+def test_a_child_that_is_forked_while_another_thread_puts_hooks_on_does_not_hang() -> None:
+    with tbhooks.watch(mlp(), every=1) as w:
+        held, release = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with w._loop.probe.placement._lock, w._loop.clock.lock, w._report._lock:
+                held.set()
+                release.wait(30)
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+        assert held.wait(10)
+        child = os.fork()
+        if child == 0:
+            os._exit(0)
+        deadline = time.monotonic() + 20
+        ended = 0
+        while not ended and time.monotonic() < deadline:
+            ended, _ = os.waitpid(child, os.WNOHANG)
+            time.sleep(0.01)
+        release.set()
+        thread.join()
+        if not ended:
+            os.kill(child, signal.SIGKILL)
+        assert ended == child
