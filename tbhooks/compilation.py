@@ -237,10 +237,11 @@ def _runs(code: CodeType, model: nn.Module) -> bool:
     """Whether it is the forward of a module in it, the rest of one after a graph break, or what torch calls its own
     modules by.
     """
-    forwards = {getattr(type(module).forward, "__code__", None) for module in model.modules()}
+    # A scripted module's class has no forward, and raises if it is asked.
+    forwards = {getattr(getattr(type(module), "forward", None), "__code__", None) for module in model.modules()}
     if code.co_name.startswith(_RESUMED):
         return any(forward is not None and forward.co_filename == code.co_filename for forward in forwards)
-    is_of_torch = (type(model).forward.__module__ or "").startswith("torch.")
+    is_of_torch = (getattr(getattr(type(model), "forward", None), "__module__", None) or "").startswith("torch.")
     return code in forwards or (is_of_torch and code.co_filename.endswith("external_utils.py"))
 
 

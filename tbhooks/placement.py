@@ -91,8 +91,10 @@ class Placement:
         """From now on what is compiled has hooks in it; what was compiled before is compiled anew."""
         model = self._model()
         compilation.begin(self)
-        if model is not None and compilation.forget_unhooked(model):
-            self._report.tell("the model ran compiled before watch(): it is compiled anew, with hooks", logging.INFO)
+        with self._report.guarded("looking for compiled code"):
+            if model is not None and compilation.forget_unhooked(model):
+                message = "the model ran compiled before watch(): it is compiled anew, with hooks"
+                self._report.tell(message, logging.INFO)
 
     def stop(self) -> None:
         compilation.end(self)

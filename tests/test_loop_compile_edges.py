@@ -481,3 +481,13 @@ def test_graphs_with_hooks_do_not_count_against_the_limit_of_recompiles_after_cl
     watching.close()
     for size in (2, 9):
         called(torch.randn(size, 4)).mean().backward()
+
+
+def test_a_model_with_a_scripted_part_is_watched_although_something_was_compiled_before() -> None:
+    torch.compile(mlp(), backend="eager")(torch.randn(2, 4))
+    model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 1)))
+    optimizer = sgd(model)
+    with tbhooks.watch(model, every=1) as watching:
+        model(torch.randn(2, 4)).mean().backward()
+        optimizer.step()
+    assert ("0", "activation") in watching.latest
