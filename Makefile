@@ -29,7 +29,7 @@ test-browser: $(READY)  ## the TensorBoard tab in a real browser: Debian's chrom
 
 test-triton: $(READY)  ## the CUDA kernels in Triton's interpreter; 1 GB, kept apart from everything else
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --target $(VENV)/triton triton
-	TRITON_INTERPRET=1 PYTHONPATH=$(VENV)/triton $(PYTHON) -m pytest tests/test_triton_rows.py
+	TRITON_INTERPRET=1 PYTHONPATH=$(VENV)/triton $(PYTHON) -m pytest tests/unit/reduction/test_triton.py
 
 test-trackers: $(READY)  ## MLflow and Aim; 600 MB, kept apart in a venv that sees this one
 	test -d $(VENV)/trackers || python3 -m venv $(VENV)/trackers
@@ -56,7 +56,7 @@ bench: $(READY)  ## everything the README claims about cost, with the peers besi
 	$(PYTHON) benchmarks/readme.py
 
 notebooks: $(READY)  ## runs them and keeps what they print
-	$(PYTHON) -m tests.test_notebooks
+	$(PYTHON) -m tests.unit.test_notebooks
 
 clinic: $(READY)  ## trainings with one illness each and healthy ones: what the rules say
 	$(PYTHON) -m tests.clinic
@@ -64,7 +64,7 @@ clinic: $(READY)  ## trainings with one illness each and healthy ones: what the 
 look: $(READY)  ## TensorBoard on the demo's run
 	$(VENV)/bin/tensorboard --logdir runs
 
-$(READY): pyproject.toml constraints.txt hatch_build.py tbhooks/kernel.c
+$(READY): pyproject.toml constraints.txt hatch_build.py tbhooks/reduction/kernel.c
 	test -d $(VENV) || python3 -m venv $(VENV)
 	$(PYTHON) -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	-$(PYTHON) -m compileall -q -j 0 $(VENV)/lib > /dev/null  # on all cores, which pip does on one

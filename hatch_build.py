@@ -15,7 +15,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 # -fopenmp-simd needs no runtime: it only lets marked loops add up in several lanes.
 FLAGS = ("-O3", "-fopenmp-simd", "-fPIC", "-shared")
-SOURCE, LIBRARY = Path("tbhooks/kernel.c"), Path("tbhooks/_kernel.so")
+SOURCE, LIBRARY = Path("tbhooks/reduction/kernel.c"), Path("tbhooks/reduction/_kernel.so")
 
 
 class KernelBuildHook(BuildHookInterface[Any]):

@@ -28,8 +28,8 @@ from writing import weight
 
 import tbhooks
 from tbhooks import MemorySink
-from tbhooks.frame import Frame
-from tbhooks.schedule import Schedule
+from tbhooks.capture.schedule import Schedule
+from tbhooks.data.frame import Frame
 from tbhooks.sinks.tensorboard import TensorBoardSink
 
 EVERY = 100

@@ -30,8 +30,8 @@ from models import WORKLOADS, chain, chain_loss
 
 import tbhooks
 import tbhooks.sinks.tensorboard  # in the bare process too: importing it is not what is measured
-from tbhooks.bench import measuring, timing, workload
-from tbhooks.bench.timing import Trainee
+from tbhooks.cli.bench import runner, timing, workload
+from tbhooks.cli.bench.timing import Trainee
 
 WAYS = {
     "bare": timing.bare,
@@ -98,7 +98,7 @@ def allocated(model: str) -> Numbers:
     used = WORKLOADS[model]
     torch.manual_seed(0)
     whole = workload.Workload(used.name, used.build().train(), used.loss)
-    extra = measuring.extra_bytes(whole, torch.device("cpu"))
+    extra = runner.extra_bytes(whole, torch.device("cpu"))
     return {name.removeprefix("logged, "): number / 1e6 for name, number in extra.items()}
 
 

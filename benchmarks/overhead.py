@@ -38,8 +38,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.tensorboard import SummaryWriter
 
-from tbhooks.bench import timing
-from tbhooks.bench.timing import NEVER, HostTimer, Observe, Observer, Timing, Trainee
+from tbhooks.cli.bench import timing
+from tbhooks.cli.bench.timing import NEVER, HostTimer, Observe, Observer, Timing, Trainee
 
 EVERY = 100
 FEWEST_ROUNDS = 6

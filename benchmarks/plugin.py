@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 import writing
 
-from tbhooks.frame import Frame, Site
-from tbhooks.schedule import Schedule
+from tbhooks.capture.schedule import Schedule
+from tbhooks.data.frame import Frame, Site
 from tbhooks.sinks.tensorboard import TensorBoardSink
 
 LOADERS = {"fast loader": "true", "Python loader": "false"}

@@ -27,10 +27,10 @@ from models import WORKLOADS
 from torch import distributed, multiprocessing, nn
 
 import tbhooks
-from tbhooks import agreement, exchange, ranks
-from tbhooks.frame import KINDS
-from tbhooks.schedule import Schedule
-from tbhooks.select import Selector
+from tbhooks.capture.schedule import Schedule
+from tbhooks.capture.selection import Selector
+from tbhooks.data.frame import KINDS
+from tbhooks.distributed import handshake, merge, topology
 
 WORLDS = (2, 4)
 ON_PAPER = (8, 64, 1024)
@@ -86,9 +86,9 @@ def timed(call: Any, seconds: list[float]) -> Any:
 def on_paper(world: int, histograms: bool) -> dict[str, float]:
     """Of the GPT-2 that the other benchmarks use: every rank sends a buffer, some receive all of them."""
     model = WORKLOADS["gpt2"].build()
-    described = agreement.describe(model, Selector(model, None, None), KINDS, Schedule(1, histograms), "auto")
-    size = exchange.capacity(described.summary["sites"], histograms)
-    everyone = size * world <= ranks.MOST_FOR_EVERYONE
+    described = handshake.describe(model, Selector(model, None, None), KINDS, Schedule(1, histograms), "auto")
+    size = merge.capacity(described.summary["sites"], histograms)
+    everyone = size * world <= topology.MOST_FOR_EVERYONE
     return {
         "sites": described.summary["sites"], "sent": size, "first_receives": size * world,
         "others_receive": size * world if everyone else 0,

@@ -24,7 +24,8 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 import torch
 from torch import Tensor
 
-from tbhooks import buckets, kernel, rows, stats
+from tbhooks.data import stats
+from tbhooks.reduction import cpu, histogram, torch_rows
 
 SIZES = {"64k": 1 << 16, "256k": 1 << 18, "1M": 1 << 20, "4M": 1 << 22, "16M": 1 << 24}
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -37,13 +38,13 @@ Ways = dict[str, Callable[[], object]]
 def ways(tensor: Tensor) -> Ways:
     """Each of them reads the tensor once or more."""
     row = torch.zeros(stats.WIDTH, dtype=torch.float64)
-    counts = torch.zeros(buckets.SLOTS, dtype=torch.int32)
+    counts = torch.zeros(histogram.SLOTS, dtype=torch.int32)
     chosen: Ways = {"sum": tensor.sum}
-    if kernel.can_read(tensor):
-        chosen["row"] = lambda: kernel.reduce(tensor, row.data_ptr(), kernel.NOWHERE)
-        chosen["row and buckets"] = lambda: kernel.reduce(tensor, row.data_ptr(), counts.data_ptr())
-    chosen["row, torch"] = lambda: rows.write_row(tensor, row)
-    chosen["buckets, torch"] = lambda: buckets.add_counts(tensor, counts)
+    if cpu.can_read(tensor):
+        chosen["row"] = lambda: cpu.reduce(tensor, row.data_ptr(), cpu.NOWHERE)
+        chosen["row and buckets"] = lambda: cpu.reduce(tensor, row.data_ptr(), counts.data_ptr())
+    chosen["row, torch"] = lambda: torch_rows.write_row(tensor, row)
+    chosen["buckets, torch"] = lambda: histogram.add_counts(tensor, counts)
     return chosen
 
 
@@ -99,7 +100,7 @@ def main() -> None:
     torch.set_num_threads(1)
     results = measure(options.seconds)
     options.out.parent.mkdir(exist_ok=True)
-    machine = {"python": platform.python_version(), "torch": torch.__version__, "kernel": kernel.name()}
+    machine = {"python": platform.python_version(), "torch": torch.__version__, "kernel": cpu.name()}
     options.out.write_text(json.dumps({"machine": machine, "targets": TARGETS, "ratios": results}, indent=1) + "\n")
     print(table(results))
 

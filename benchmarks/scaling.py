@@ -26,8 +26,8 @@ from models import chain, chain_loss
 from torch import nn
 
 import tbhooks
-from tbhooks.bench import timing
-from tbhooks.bench.timing import HostTimer, Trainee
+from tbhooks.cli.bench import timing
+from tbhooks.cli.bench.timing import HostTimer, Trainee
 
 MODULES = (100, 1_000, 10_000)
 ATTACH_TARGET_MS = 100.0

@@ -22,8 +22,8 @@ import numpy as np
 import readme
 from torch.utils.tensorboard import SummaryWriter
 
-from tbhooks import stats
-from tbhooks.frame import Frame, Site
+from tbhooks.data import stats
+from tbhooks.data.frame import Frame, Site
 from tbhooks.sinks import tensorboard
 from tbhooks.sinks.tensorboard import TensorBoardSink
 

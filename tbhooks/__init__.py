@@ -1,22 +1,24 @@
 """See what is happening inside a PyTorch model: `tbhooks.watch(model, writer, every=100)`.
 
-Importing this package imports neither torch nor NumPy, so that TensorBoard's tab and the command start at once, and a
-script that `tbhooks run` runs can set up what it likes before them; they come with the first use.
+Importing this package imports neither torch nor NumPy. The TensorBoard tab and the command line start quickly, and a
+script under `tbhooks run` can configure torch before it is loaded. Each public name is imported at its first use.
 """
 
 import importlib
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from tbhooks.errors import ArgumentError, ClosedError, FindingError, TbhooksError, UnknownSiteError
+from tbhooks.data.errors import ArgumentError, ClosedError, FindingError, TbhooksError, UnknownSiteError
 
 if TYPE_CHECKING:
-    from tbhooks.frame import Finding, Frame, Reading, Site
-    from tbhooks.history import History
-    from tbhooks.peek import peek
-    from tbhooks.peeked import Peeked
-    from tbhooks.report import Stats
+    from tbhooks import integrations, rules, runs, sinks
+    from tbhooks.api.handle import Watch
+    from tbhooks.api.peek import peek
+    from tbhooks.api.watch import unwatch, watch
+    from tbhooks.data import stats
+    from tbhooks.data.frame import Finding, Frame, Reading, Site
+    from tbhooks.data.history import History
+    from tbhooks.data.peek_result import Peeked
+    from tbhooks.data.self_report import Stats
     from tbhooks.rules import Rule
     from tbhooks.sinks import Sink
     from tbhooks.sinks.aim import AimSink
@@ -24,7 +26,6 @@ if TYPE_CHECKING:
     from tbhooks.sinks.memory import MemorySink
     from tbhooks.sinks.mlflow import MlflowSink
     from tbhooks.sinks.wandb import WandbSink
-    from tbhooks.watch import Watch, unwatch, watch
 
 __version__ = "0.1.0"
 
@@ -50,25 +51,46 @@ __all__ = [
     "WandbSink",
     "Watch",
     "__version__",
+    "integrations",
     "peek",
+    "rules",
+    "runs",
+    "sinks",
+    "stats",
     "unwatch",
     "watch",
 ]
 
-# What is loaded when it is used first, and where it is; some of it needs torch, some NumPy.
-_HOMES = {
-    "AimSink": "sinks.aim", "Finding": "frame", "Frame": "frame", "History": "history", "JsonlSink": "sinks.jsonl",
-    "MemorySink": "sinks.memory", "MlflowSink": "sinks.mlflow", "Peeked": "peeked", "Reading": "frame",
-    "Rule": "rules", "Sink": "sinks", "Site": "frame", "Stats": "report", "WandbSink": "sinks.wandb",
-    "Watch": "watch", "peek": "peek", "unwatch": "watch", "watch": "watch",
-}  # fmt: skip
+# The module that defines each public name. Some of these modules import torch, some NumPy.
+_DEFINED_IN = {
+    "AimSink": "sinks.aim",
+    "Finding": "data.frame",
+    "Frame": "data.frame",
+    "History": "data.history",
+    "JsonlSink": "sinks.jsonl",
+    "MemorySink": "sinks.memory",
+    "MlflowSink": "sinks.mlflow",
+    "Peeked": "data.peek_result",
+    "Reading": "data.frame",
+    "Rule": "rules",
+    "Sink": "sinks",
+    "Site": "data.frame",
+    "Stats": "data.self_report",
+    "WandbSink": "sinks.wandb",
+    "Watch": "api.handle",
+    "peek": "api.peek",
+    "unwatch": "api.watch",
+    "watch": "api.watch",
+}
+# Public modules, and where they are.
+_MODULES = {"integrations": "integrations", "rules": "rules", "runs": "runs", "sinks": "sinks", "stats": "data.stats"}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        value = getattr(importlib.import_module(f"tbhooks.{_HOMES[name]}"), name)
-    elif name in _HOMES.values() or name == "integrations":
-        value = importlib.import_module(f"tbhooks.{name}")
+    if name in _DEFINED_IN:
+        value = getattr(importlib.import_module(f"tbhooks.{_DEFINED_IN[name]}"), name)
+    elif name in _MODULES:
+        value = importlib.import_module(f"tbhooks.{_MODULES[name]}")
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value
@@ -77,14 +99,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-class _Package(ModuleType):
-    """Keeps `tbhooks.watch` and `tbhooks.peek` functions: importing a module of that name would take its place."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if not (name in _HOMES and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

@@ -18,8 +18,8 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tbhooks import kernel
-from tbhooks.process import open_watches
+from tbhooks.api.lifecycle import open_watches
+from tbhooks.reduction import cpu
 
 torch.set_num_threads(1)
 # In CI the same examples every time: a change must not fail for what somebody else's dice find.
@@ -28,33 +28,34 @@ if os.environ.get("CI"):
     settings.load_profile("ci")
 
 
+TESTS = Path(__file__).parent
 # Of these long lists of cases `make test` takes one of so many, told by their names; `make test-slow` has the others.
 ONE_OF = {
-    "test_clinic": 4,
-    "test_device": 2,
-    "test_kernel": 2,
-    "test_loop_accumulation": 2,
-    "test_loop_checkpointing": 4,
-    "test_loop_compile": 4,
-    "test_loop_compile_combined": 4,
-    "test_loop_compile_edges": 3,
-    "test_loop_contexts": 2,
-    "test_loop_evaluation": 2,
-    "test_loop_functional": 2,
-    "test_loop_inputs": 2,
-    "test_loop_mixed_precision": 2,
-    "test_loop_optimizers": 2,
-    "test_loop_transforms": 2,
-    "test_notebook_figures": 2,
-    "test_onlookers_graph": 2,
-    "test_summary": 4,
-    "test_zoo": 3,
+    "clinic/test_clinic": 4,
+    "unit/reduction/test_device": 2,
+    "unit/reduction/test_cpu_kernel": 2,
+    "loops/test_accumulation": 2,
+    "loops/test_checkpointing": 4,
+    "loops/test_compile": 4,
+    "loops/test_compile_combined": 4,
+    "loops/test_compile_edges": 3,
+    "loops/test_contexts": 2,
+    "loops/test_evaluation": 2,
+    "loops/test_functional": 2,
+    "loops/test_inputs": 2,
+    "loops/test_mixed_precision": 2,
+    "loops/test_optimizers": 2,
+    "loops/test_transforms": 2,
+    "unit/views/test_figures": 2,
+    "unit/collectors/test_graph": 2,
+    "unit/collectors/test_model_summary": 4,
+    "loops/test_zoo": 3,
 }
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        share = ONE_OF.get(item.path.stem, 1)
+        share = ONE_OF.get(item.path.with_suffix("").relative_to(TESTS).as_posix(), 1)
         if "[" in item.name and zlib.crc32(item.name.encode()) % share:
             item.add_marker(pytest.mark.slow)
 
@@ -84,10 +85,10 @@ def _no_watch_left_open() -> Iterator[None]:
 @pytest.fixture(scope="module", params=["C", "torch"])
 def both_kernels(request: pytest.FixtureRequest) -> Iterator[str]:
     """Runs a module's tests twice: with the C kernel, and with the torch operations that serve without it."""
-    library = kernel.library
+    library = cpu.library
     if request.param == "torch":
-        kernel.library = None
+        cpu.library = None
     elif library is None:
         pytest.skip("built without the C kernel")
     yield request.param
-    kernel.library = library
+    cpu.library = library

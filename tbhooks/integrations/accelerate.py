@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from tbhooks.watch import Watch
-from tbhooks.watch import watch as watch_model
+from tbhooks.api.watch import Watch
+from tbhooks.api.watch import watch as watch_model
 
 _KNOWN = ("tensorboard", "wandb", "mlflow", "aim")
 

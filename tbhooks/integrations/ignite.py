@@ -7,8 +7,8 @@ from typing import Any
 from ignite.engine import Events
 from torch import nn
 
-from tbhooks.integrations.trainings import Trainings
-from tbhooks.watch import Watch
+from tbhooks.api.watch import Watch
+from tbhooks.integrations._session import Trainings
 
 
 def attach(trainer: Any, model: nn.Module, writer: Any = None, every: int = 100, **options: Any) -> Watch:

@@ -11,8 +11,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from tbhooks.integrations.trainings import Trainings
-from tbhooks.watch import Watch
+from tbhooks.api.watch import Watch
+from tbhooks.integrations._session import Trainings
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 

@@ -9,8 +9,8 @@ from typing import Any
 from transformers import TrainerCallback
 from transformers.integrations.integration_utils import default_logdir
 
-from tbhooks.integrations.trainings import Trainings
-from tbhooks.watch import Watch
+from tbhooks.api.watch import Watch
+from tbhooks.integrations._session import Trainings
 
 
 class WatchCallback(TrainerCallback):

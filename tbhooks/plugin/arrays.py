@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tbhooks.frame import Finding
-from tbhooks.stats import BUCKETS, Counts
+from tbhooks.data.frame import Finding
+from tbhooks.data.stats import BUCKETS, Counts
 
 Stored = NDArray[np.float32]
 Places = NDArray[np.intp]

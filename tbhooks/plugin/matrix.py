@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tbhooks import stats
+from tbhooks.data import stats
+from tbhooks.data.stats import COUNT, INFS, MAX, MEAN, MIN, NANS, QUANTILES, STATS, Counts
 from tbhooks.plugin.arrays import Histograms, Places, Rows, Source, Stored
 from tbhooks.sinks.tensorboard import decode_values
-from tbhooks.stats import COUNT, INFS, MAX, MEAN, MIN, NANS, QUANTILES, STATS, Counts
 
 _STORED_STD = stats.M2  # what is stored has the std where a row has m2
 _AS_STORED = {"count": COUNT, "nan_count": NANS, "inf_count": INFS}

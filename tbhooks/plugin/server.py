@@ -18,14 +18,14 @@ from tensorboard.backend import http_util
 from tensorboard.plugins import base_plugin
 from werkzeug import wrappers
 
-from tbhooks.plugin import answers
-from tbhooks.plugin.asked import Asked, RefusedError
-from tbhooks.plugin.catalogue import KINDS, Kind, RunIndex
+from tbhooks.data.stats import QUANTILES, STAT_NAMES
+from tbhooks.plugin import responses
+from tbhooks.plugin.index import KINDS, Kind, RunIndex
 from tbhooks.plugin.matrix import row_matrix
-from tbhooks.plugin.reading import UnavailableError
+from tbhooks.plugin.provider import UnavailableError
+from tbhooks.plugin.query import Asked, RefusedError
 from tbhooks.plugin.store import Store, StoredRun, TooLargeError
 from tbhooks.sinks.tensorboard import PLUGIN
-from tbhooks.stats import QUANTILES, STAT_NAMES
 
 STATIC = Path(__file__).parent / "static"
 ENTRY = "/index.js"
@@ -83,14 +83,14 @@ class Plugin(base_plugin.TBPlugin):  # type: ignore[misc]  # TensorBoard has no 
         question.asked.only()
         runs = self._store.runs(question.context, question.experiment)
         self._known_runs.update(runs)
-        entries = [answers.run_entry(run) for run in runs.values()]
-        return answers.dumps({"runs": entries, "stats": list(STAT_NAMES), "now": time.time()}), JSON
+        entries = [responses.run_entry(run) for run in runs.values()]
+        return responses.dumps({"runs": entries, "stats": list(STAT_NAMES), "now": time.time()}), JSON
 
     def _sites(self, question: Question) -> Answer:
         question.asked.only("run", "kind")
         run, kind = self._kind(question)
         sites = [{"path": site.path, "index": site.index, "name": site.name} for site in kind.sites]
-        return answers.dumps({"run": run.name, "kind": kind.name, "sites": sites}), JSON
+        return responses.dumps({"run": run.name, "kind": kind.name, "sites": sites}), JSON
 
     def _matrix(self, question: Question) -> Answer:
         question.asked.only("run", "kind", "stat", "after")
@@ -103,29 +103,29 @@ class Plugin(base_plugin.TBPlugin):  # type: ignore[misc]  # TensorBoard has no 
         rows = stored.rows(kind)
         matrix = stored.quantiles(kind, stat) if stat in QUANTILES else row_matrix(stat, rows)
         names = {"run": run.name, "kind": kind.name, "stat": stat}
-        return answers.matrix_bytes(names, kind.sites, rows, matrix, after), BINARY
+        return responses.matrix_bytes(names, kind.sites, rows, matrix, after), BINARY
 
     def _distribution(self, question: Question) -> Answer:
         question.asked.only("run", "kind", "path", "index", "step")
         step = question.asked.whole("step")
         run, kind = self._kind(question)
         position, stored = _position(question.asked, kind), self._stored(question, run)
-        answer = answers.distribution(kind, stored.rows(kind), stored.histograms(kind), position, step)
+        answer = responses.distribution(kind, stored.rows(kind), stored.histograms(kind), position, step)
         if answer is None:
             name = kind.sites[position].name
             raise RefusedError(f"run {run.name!r} has no {kind.name} of {name!r} yet", missing=True)
-        return answers.dumps(answer), JSON
+        return responses.dumps(answer), JSON
 
     def _history(self, question: Question) -> Answer:
         question.asked.only("run", "kind", "path", "index")
         run, kind = self._kind(question)
         position, stored = _position(question.asked, kind), self._stored(question, run)
-        return answers.dumps(answers.history(kind, stored.rows(kind), stored.histograms(kind), position)), JSON
+        return responses.dumps(responses.history(kind, stored.rows(kind), stored.histograms(kind), position)), JSON
 
     def _findings(self, question: Question) -> Answer:
         question.asked.only("run")
         told = self._stored(question, self._run(question)).findings()
-        return answers.dumps({"findings": answers.findings(told)}), JSON
+        return responses.dumps({"findings": responses.findings(told)}), JSON
 
     # --- What a question is about ---
 

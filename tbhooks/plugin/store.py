@@ -13,18 +13,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tbhooks.frame import Finding
-from tbhooks.plain import plain
-from tbhooks.plugin import catalogue
+from tbhooks.data.frame import Finding
+from tbhooks.data.jsonable import plain
+from tbhooks.data.stats import COUNT, INFS, NANS, ZEROS
+from tbhooks.plugin import index as catalogue
 from tbhooks.plugin.arrays import Histogram, Histograms, Places, Rows, Source, Stored, Told
 from tbhooks.plugin.cache import Cache
-from tbhooks.plugin.catalogue import Kind, RunIndex, Tag
+from tbhooks.plugin.index import Kind, RunIndex, Tag
 from tbhooks.plugin.matrix import Matrix, quantile_matrix
-from tbhooks.plugin.reading import Reader, Written, list_tags
-from tbhooks.runs.stored import PackedCounts
-from tbhooks.sinks import findings as finding_codec
+from tbhooks.plugin.provider import Reader, Written, list_tags
+from tbhooks.runs.stored_frames import PackedCounts
 from tbhooks.sinks.tensorboard import STORED_COLUMNS
-from tbhooks.stats import COUNT, INFS, NANS, ZEROS
+from tbhooks.sinks.tensorboard import findings as finding_codec
 
 BUDGET = 512 << 20
 LARGEST = 4 << 30

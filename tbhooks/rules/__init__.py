@@ -8,15 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tbhooks.errors import ArgumentError, check_names
-from tbhooks.rules.backward import (
-    exploding_gradient,
-    update_ratio,
-    vanishing_gradient,
-)
-from tbhooks.rules.between import sick_rank
-from tbhooks.rules.diagnosis import Rule, ShippedRule
-from tbhooks.rules.forward import (
+from tbhooks.data.errors import ArgumentError, check_names
+from tbhooks.rules.activations import (
     attention_collapse,
     bad_init,
     collapsed_variance,
@@ -24,9 +17,12 @@ from tbhooks.rules.forward import (
     exploding_activation,
     saturated,
 )
-from tbhooks.rules.judge import Judge
+from tbhooks.rules.engine import Judge
+from tbhooks.rules.gradients import exploding_gradient, update_ratio, vanishing_gradient
 from tbhooks.rules.modes import evaluation_mode
-from tbhooks.rules.numbers import loss_spike, low_precision, non_finite
+from tbhooks.rules.numerics import loss_spike, low_precision, non_finite
+from tbhooks.rules.ranks import sick_rank
+from tbhooks.rules.rule import Rule, ShippedRule
 from tbhooks.rules.untrained import missing_gradient, unchanged_weight
 
 SHIPPED = (

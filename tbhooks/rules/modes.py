@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tbhooks.frame import EVALUATION_SINCE
-from tbhooks.rules.diagnosis import Symptom, rule
-from tbhooks.rules.patient import Patient
+from tbhooks.data.frame import EVALUATION_SINCE
+from tbhooks.rules.rule import Symptom, rule
+from tbhooks.rules.run_view import Patient
 
 
 @rule

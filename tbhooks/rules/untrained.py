@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from tbhooks.frame import MISSING_GRADIENT, Site
-from tbhooks.rules.backward import LOOK_BACK, learning_rate, matrices, total_gradient, weights_with_gradient
-from tbhooks.rules.diagnosis import Symptom, rule
-from tbhooks.rules.patient import Flags, Patient, Series, in_every_frame, owner
-from tbhooks.stats import COUNT, M2, MAX, MEAN, MIN, ZEROS
+from tbhooks.data.frame import MISSING_GRADIENT, Site
+from tbhooks.data.stats import COUNT, M2, MAX, MEAN, MIN, ZEROS
+from tbhooks.rules.gradients import LOOK_BACK, learning_rate, matrices, total_gradient, weights_with_gradient
+from tbhooks.rules.rule import Symptom, rule
+from tbhooks.rules.run_view import Flags, Patient, Series, in_every_frame, owner
 
 
 @rule

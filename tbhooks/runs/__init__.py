@@ -15,14 +15,15 @@ from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 from tensorboard.compat.proto import summary_pb2
 
-from tbhooks.errors import ArgumentError, TbhooksError, nearest
-from tbhooks.findings import first_of_each
-from tbhooks.frame import CHANNEL, EVALUATION, Finding, Frame, Site
-from tbhooks.remote import local
-from tbhooks.runs.records import event_of_bytes, records
+from tbhooks.data.errors import ArgumentError, TbhooksError, nearest
+from tbhooks.data.findings import first_of_each
+from tbhooks.data.frame import CHANNEL, EVALUATION, Finding, Frame, Site
+from tbhooks.data.remote import local
+from tbhooks.data.stats import WIDTH, Floats
+from tbhooks.runs.event_records import event_of_bytes, records
 from tbhooks.runs.restarts import Newest, Span, hides
 from tbhooks.runs.scalars import ScalarLog, Series
-from tbhooks.runs.stored import (
+from tbhooks.runs.stored_frames import (
     LONGEST_NAME,
     Layout,
     LazyCounts,
@@ -33,9 +34,8 @@ from tbhooks.runs.stored import (
     rows_of,
     seen_in,
 )
-from tbhooks.sinks import findings as finding_codec
 from tbhooks.sinks import jsonl
-from tbhooks.stats import WIDTH, Floats
+from tbhooks.sinks.tensorboard import findings as finding_codec
 
 __all__ = ["Run", "Series", "find", "read"]
 

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from tbhooks.errors import ArgumentError
-from tbhooks.remote import local
+from tbhooks.data.errors import ArgumentError
+from tbhooks.data.remote import local
 from tbhooks.runs import Run, find
-from tbhooks.runs.records import records
+from tbhooks.runs.event_records import records
 
 Read = Callable[[Path], Run]
 _MARK = b"tbhooks"

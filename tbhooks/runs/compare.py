@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tbhooks.data.stats import Floats
 from tbhooks.runs import Run
-from tbhooks.runs.digest import grids, own_scalars
-from tbhooks.stats import Floats
+from tbhooks.runs.report_data import own_scalars, run_grids
 
 SHARE = 0.10
 # Four times the usual change, at three logged steps in a row: chance does that to nobody.
@@ -74,7 +74,7 @@ Points = tuple[NDArray[np.int64], Floats]
 def _series(run: Run) -> Iterator[tuple[str, Points]]:
     for tag, series in own_scalars(run).items():
         yield tag, _last_of_each_step(series.steps, series.values)
-    for grid in grids(run):
+    for grid in run_grids(run):
         for name, values, seen in zip(grid.names, grid.values, grid.seen, strict=True):
             yield f"{grid.kind}.{grid.stat}/{name}", (grid.steps[seen], values[seen])
 

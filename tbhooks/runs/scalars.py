@@ -14,10 +14,10 @@ from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 from tensorboard.compat.proto import summary_pb2, types_pb2
 
-from tbhooks.frame import INSIDE_ATTENTION
-from tbhooks.runs.records import summary_of_bytes
-from tbhooks.series import is_of_site
-from tbhooks.stats import STAT_NAMES, Floats
+from tbhooks.data.frame import INSIDE_ATTENTION
+from tbhooks.data.grids import is_of_site
+from tbhooks.data.stats import STAT_NAMES, Floats
+from tbhooks.runs.event_records import summary_of_bytes
 
 LONGEST_TAG = 1 << 16
 _VALUE = 0x0A  # how a value starts in a summary, and a tag in a value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol, runtime_checkable
 
-from tbhooks.frame import Frame
+from tbhooks.data.frame import Frame
 
 
 @runtime_checkable

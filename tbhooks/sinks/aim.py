@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tbhooks.frame import Frame
-from tbhooks.sinks.table import numbers_of, scalar_table
-from tbhooks.sinks.told import Told
-from tbhooks.sinks.uniform import histograms_of
+from tbhooks.data.frame import Frame
+from tbhooks.sinks.findings_text import Told
+from tbhooks.sinks.scalar_selection import numbers_of, scalar_table
+from tbhooks.sinks.uniform_bins import histograms_of
 
 FINDINGS = "tbhooks_findings"
 

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tbhooks.errors import TbhooksError
-from tbhooks.frame import Frame
-from tbhooks.plain import number, plain
+from tbhooks.data.errors import TbhooksError
+from tbhooks.data.frame import Frame
+from tbhooks.data.jsonable import number, plain
 
 
 class JsonlSink:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from tbhooks.errors import ArgumentError
-from tbhooks.frame import Frame
+from tbhooks.data.errors import ArgumentError
+from tbhooks.data.frame import Frame
 
 
 class MemorySink:
@@ -35,3 +35,19 @@ class MemorySink:
 
     def close(self) -> None:
         """The frames stay readable."""
+
+
+class FunctionSink:
+    """Calls a function with each frame."""
+
+    def __init__(self, function: Callable[[Frame], object]) -> None:
+        self._function = function
+
+    def write(self, frame: Frame) -> None:
+        self._function(frame)
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+    def close(self) -> None:
+        """Nothing is held."""

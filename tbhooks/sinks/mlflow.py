@@ -11,10 +11,10 @@ from collections.abc import Callable, Collection
 from types import ModuleType
 from typing import Any
 
-from tbhooks.errors import ArgumentError
-from tbhooks.frame import Frame
-from tbhooks.sinks.table import numbers_of, scalar_table
-from tbhooks.sinks.told import Told
+from tbhooks.data.errors import ArgumentError
+from tbhooks.data.frame import Frame
+from tbhooks.sinks.findings_text import Told
+from tbhooks.sinks.scalar_selection import numbers_of, scalar_table
 
 MOST_METRICS = 1000
 MOST_CHARACTERS = 250

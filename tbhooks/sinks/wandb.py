@@ -11,12 +11,12 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from tbhooks.errors import ArgumentError, TbhooksError
-from tbhooks.frame import Frame
-from tbhooks.sinks.draining import drain_first
-from tbhooks.sinks.table import numbers_of, scalar_table
-from tbhooks.sinks.told import Told
-from tbhooks.sinks.uniform import BINS, histograms_of
+from tbhooks.data.errors import ArgumentError, TbhooksError
+from tbhooks.data.frame import Frame
+from tbhooks.sinks.findings_text import Told
+from tbhooks.sinks.flush_hooks import drain_first
+from tbhooks.sinks.scalar_selection import numbers_of, scalar_table
+from tbhooks.sinks.uniform_bins import BINS, histograms_of
 
 STEP = "tbhooks/step"
 FINDINGS = "tbhooks/findings"

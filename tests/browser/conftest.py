@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from tbhooks.frame import Finding, Frame, Site
+from tbhooks.data.frame import Finding, Frame, Site
 from tbhooks.sinks.tensorboard import TensorBoardSink
-from tests import waiting
-from tests.frames import make_frame
+from tests.support import waiting
+from tests.support.frames import make_frame
 
 CHROMIUM = Path("/usr/bin/chromium")
 PATIENCE_S = 60.0

@@ -322,7 +322,7 @@ def test_a_state_survives_the_address_and_other_peoples_parts_stay(page: Any) ->
     "address",
     [
         "#tbhooks&p.tbhooks.picks=[1,2]",
-        "#tbhooks&p.tbhooks.step=x&p.tbhooks.scale=9",
+        "#tbhooks&p.tbhooks.capture.step.step=x&p.tbhooks.scale=9",
         "#tbhooks&p.tbhooks.run=%E0%A4%A",
     ],
 )

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.browser.conftest import BAD_SINCE, HOSTILE, MODULES, Pages, level, wait_for
-from tests.browser.tab import FIRST, alone, in_tensorboard, parameters, shown
+from tests.support.tab import FIRST, alone, in_tensorboard, parameters, shown
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 expect = sync_api.expect

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.browser.conftest import MODULES, STEPS, Board, Pages, level
-from tests.browser.tab import ALONE, FIRST, ROWS, Tab, alone, frame_of_tab, in_tensorboard, parameters, shown
+from tests.support.tab import ALONE, FIRST, ROWS, Tab, alone, frame_of_tab, in_tensorboard, parameters, shown
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 expect = sync_api.expect

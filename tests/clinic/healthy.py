@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
-from tbhooks.frame import KINDS
+from tbhooks.data.frame import KINDS
 from tests.clinic.ward import (
     LENGTH,
     VOCABULARY,

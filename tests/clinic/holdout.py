@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import OneCycleLR
 
-from tbhooks.frame import KINDS
+from tbhooks.data.frame import KINDS
 from tests.clinic.healthy import _SIZES, _WORDS, Recurrent, _language
 from tests.clinic.ward import (
     LENGTH,

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from tbhooks.frame import Finding
+from tbhooks.data.frame import Finding
 from tests.clinic.ward import FRAMES_ALLOWED, Case, treat
 
 SEVERITIES = ("info", "warning", "error")

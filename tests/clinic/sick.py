@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 
-from tbhooks.frame import KINDS
+from tbhooks.data.frame import KINDS
 from tests.clinic.ward import (
     Case,
     Patient,

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import tbhooks
-from tbhooks.frame import KINDS, Finding
-from tbhooks.history import History
+from tbhooks.data.frame import KINDS, Finding
+from tbhooks.data.history import History
 
 STEPS, EVERY, BATCH, LENGTH, VOCABULARY = 100, 10, 32, 24, 128
 FRAMES_ALLOWED = 3

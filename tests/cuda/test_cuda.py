@@ -13,12 +13,14 @@ import torch
 from torch import Tensor, nn
 
 import tbhooks
-from tbhooks import buckets, buffer, stats, triton_rows
-from tbhooks.buffer import Recorder
-from tbhooks.frame import KINDS, Site
-from tests import reference
-from tests.test_rows import DISTRIBUTIONS, SITE, reduced, tensor_of
-from tests.test_stats import assert_same_stats
+from tbhooks.capture import recorder as buffer
+from tbhooks.capture.recorder import Recorder
+from tbhooks.data import stats
+from tbhooks.data.frame import KINDS, Site
+from tbhooks.reduction import histogram, triton
+from tests.support import reference
+from tests.unit.data.test_stats import assert_same_stats
+from tests.unit.reduction.test_torch_rows import DISTRIBUTIONS, SITE, reduced, tensor_of
 
 pytestmark = [
     pytest.mark.cuda,
@@ -30,13 +32,13 @@ TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 @pytest.fixture(params=["triton", "torch"])
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """With the Triton kernels, and with the torch operations that serve without them."""
-    if request.param == "triton" and not triton_rows.is_installed():
+    if request.param == "triton" and not triton.is_installed():
         pytest.skip("Triton is not installed")
     if request.param == "torch":
-        monkeypatch.setattr(triton_rows, "failure", "left out by a test")
+        monkeypatch.setattr(triton, "failure", "left out by a test")
     yield request.param
     if request.param == "triton":
-        assert triton_rows.failure == ""
+        assert triton.failure == ""
 
 
 def small_model() -> nn.Module:
@@ -114,12 +116,12 @@ def test_errors_do_not_grow_with_millions(kernels: str, mean: float, std: float)
 
 def test_what_two_launches_say_is_what_the_reference_says() -> None:
     """The kernels themselves, compiled: the same that the interpreter is asked elsewhere."""
-    if not triton_rows.is_installed():
+    if not triton.is_installed():
         pytest.skip("Triton is not installed")
     tensor = tensor_of((1_000_003,), torch.float32, "sprinkled", "contiguous", 6)
     row = torch.zeros(stats.WIDTH, dtype=torch.float64, device="cuda")
-    counts = torch.zeros(buckets.SLOTS, dtype=torch.int32, device="cuda")
-    triton_rows.launch(tensor.cuda(), row, counts)
+    counts = torch.zeros(histogram.SLOTS, dtype=torch.int32, device="cuda")
+    triton.launch(tensor.cuda(), row, counts)
     expected = reference.bucket_counts(reference.to_numpy(tensor))
     assert np.array_equal(counts[: stats.BUCKETS].cpu().numpy(), expected)
     assert counts.sum() == tensor.numel()
@@ -211,9 +213,9 @@ def test_a_kernel_that_fails_to_compile_is_replaced_and_named(monkeypatch: pytes
     def broken(*_: object) -> None:
         raise RuntimeError("no ptxas")
 
-    monkeypatch.setattr(triton_rows, "failure", "")
-    monkeypatch.setattr(triton_rows, "launch", broken)
+    monkeypatch.setattr(triton, "failure", "")
+    monkeypatch.setattr(triton, "launch", broken)
     tensor = torch.randn(1000)
     reading = reduced(tensor.cuda())
     assert_same_stats(lambda name: getattr(reading, name), reference.to_numpy(tensor))
-    assert triton_rows.name() == "torch: RuntimeError: no ptxas"
+    assert triton.name() == "torch: RuntimeError: no ptxas"

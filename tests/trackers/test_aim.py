@@ -13,11 +13,11 @@ from aim.sdk.index_manager import RepoIndexManager
 from aim.sdk.types import QueryReportMode
 
 import tbhooks
-from tbhooks.frame import Finding, Site
-from tests.frames import make_frame
-from tests.loops import mlp, sgd, steps_of, train
-from tests.plainly import make_net, same_bits, weights
-from tests.plainly import train as train_on_digits
+from tbhooks.data.frame import Finding, Site
+from tests.support.frames import make_frame
+from tests.support.loops import mlp, sgd, steps_of, train
+from tests.support.plainly import make_net, same_bits, weights
+from tests.support.plainly import train as train_on_digits
 
 
 @pytest.fixture

@@ -15,14 +15,14 @@ from lightning.pytorch.loggers import MLFlowLogger
 from mlflow import MlflowClient
 
 import tbhooks
-from tbhooks.frame import Finding, Site
+from tbhooks.data.frame import Finding, Site
 from tbhooks.integrations.lightning import WatchCallback
 from tbhooks.sinks.mlflow import MOST_CHARACTERS, Names, cleaned
-from tests.frames import make_frame
-from tests.loops import mlp, sgd, steps_of, train
-from tests.plainly import make_net, same_bits, weights
-from tests.plainly import train as train_on_digits
-from tests.test_integration_lightning import fit, make_module, make_trainer
+from tests.support.frames import make_frame
+from tests.support.loops import mlp, sgd, steps_of, train
+from tests.support.plainly import make_net, same_bits, weights
+from tests.support.plainly import train as train_on_digits
+from tests.unit.integrations.test_lightning import fit, make_module, make_trainer
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,123 @@
+"""Where autograd stands right now: whether it runs backward here, and when that ends.
+
+Torch's private autograd interfaces are used here, and by peek.py and untouched.py for what only they do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from functools import partial
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch.autograd.function import FunctionCtx
+
+from tbhooks.reduction.torch_private import look_up
+
+NO_BACKWARD = -1
+_NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+_graph_task: Callable[[], int] = look_up(
+    "torch._C._current_graph_task_id", lambda: NO_BACKWARD, "checkpoints that are recomputed are counted twice"
+)
+_dispatch_modes: Callable[[], int] = look_up(
+    "torch._C._len_torch_dispatch_stack", lambda: 0, "modes such as FLOP counters see what reads the model"
+)
+_disable_current_modes: Callable[[], contextlib.AbstractContextManager[Any]] = look_up(
+    "torch.utils._python_dispatch._disable_current_modes",
+    lambda: _NOTHING,
+    "modes such as FLOP counters see what reads the model",
+)
+is_profiled: Callable[[], bool] = look_up("torch.autograd._profiler_enabled", lambda: False, "traces have no labels")
+"""Whether a profiler records this thread."""
+_Label: Callable[[str], Any] = look_up(
+    "torch._C._profiler._RecordFunctionFast", torch.profiler.record_function, "labels in traces take longer"
+)
+_tracing_state: Callable[[], object] = look_up(
+    "torch._C._get_tracing_state", lambda: None, "a model that torch.jit.trace runs is read like any other"
+)
+_queue_callback: Callable[[Callable[[], None]], None] | None = look_up(
+    "torch.autograd.Variable._execution_engine.queue_callback",
+    None,
+    "weight gradients are read when the optimizer steps, and not where there is none",
+)
+_reentrant: Any = look_up(
+    "torch.utils.checkpoint.CheckpointFunction.backward", None, "gradients in reentrant checkpoints are counted twice"
+)
+_REENTRANT = getattr(_reentrant, "__code__", None)
+_CUSTOM_FUNCTION = getattr(torch.autograd.Function.apply, "__code__", None)
+
+
+def capture_check() -> Callable[[], bool]:
+    """What tells whether a CUDA graph is being captured: what runs into it has no numbers yet, and would be run
+    again with every replay.
+    """
+    return torch.cuda.is_current_stream_capturing if torch.cuda.is_available() else lambda: False
+
+
+def is_traced() -> bool:
+    """Whether torch.jit.trace is running the model."""
+    return _tracing_state() is not None
+
+
+def backward_pass() -> int:
+    """The number of the backward pass autograd is running here, or NO_BACKWARD."""
+    return int(_graph_task())
+
+
+def in_backward() -> bool:
+    """Whether autograd is running backward here: a forward seen now is a checkpoint being recomputed."""
+    return backward_pass() != NO_BACKWARD
+
+
+def in_nested_backward() -> bool:
+    """Whether that backward runs inside another one: a reentrant checkpoint computes its own gradients."""
+    return _is_called_by(_REENTRANT)
+
+
+def may_reach_backward() -> bool:
+    """Whether a backward may go through what runs here. Inside an autograd function gradients are off, although it has
+    a backward of its own: so run reentrant checkpoints, and graphs compiled for training.
+    """
+    if torch.is_grad_enabled():
+        return True
+    return _is_called_by(_CUSTOM_FUNCTION) if _CUSTOM_FUNCTION is not None else _is_in_custom_forward()
+
+
+def _is_in_custom_forward() -> bool:
+    """Where `Function.apply` is no Python function, as since torch 2.15: by the context that `forward` is given."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        first = code.co_varnames[0] if code.co_name == "forward" and code.co_argcount else "self"
+        if first != "self" and isinstance(frame.f_locals.get(first), FunctionCtx):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _is_called_by(code: CodeType | None) -> bool:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and code is not None:
+        if frame.f_code is code:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def at_end_of_backward(function: Callable[[], None]) -> None:
+    """Calls it when the running backward pass has ended, after what others want done then: DDP averages there."""
+    if _queue_callback is not None:
+        _queue_callback(partial(_queue_callback, function))
+
+
+def unrecorded() -> contextlib.AbstractContextManager[Any]:
+    """What others record on this thread (tracers, selective checkpoints, FLOP counters) is not to include us."""
+    return _disable_current_modes() if _dispatch_modes() else _NOTHING
+
+
+def labelled(what: str) -> contextlib.AbstractContextManager[Any]:
+    """What is done inside is called `tbhooks::<what>` in the traces of a profiler, if one runs."""
+    return _Label(f"tbhooks::{what}") if is_profiled() else _NOTHING

@@ -1,0 +1,192 @@
+"""Fixed-width records on one device, and the one copy that moves them to the host.
+
+Every reduced tensor takes the next record of a preallocated buffer. `copy_out` is the only place of the capture side
+that moves data there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tbhooks.capture.packed_step import Attached, Copy
+from tbhooks.data import stats
+from tbhooks.reduction import histogram
+from tbhooks.reduction.cpu import NOWHERE, Address
+from tbhooks.reduction.finalize import Block
+
+# A step that never ends must not eat the device: past this many bytes of records, calls go unseen.
+MOST_BYTES = 256 << 20
+
+FEWEST = 64
+
+IN_NUMPY = {
+    torch.float64: "f8", torch.float32: "f4", torch.float16: "f2", torch.int64: "i8", torch.int32: "i4",
+    torch.int16: "i2", torch.int8: "i1", torch.uint8: "u1", torch.bool: "?",
+}  # fmt: skip
+"""What attached tensors may be as they are; others become float32."""
+
+
+class Buffer:
+    """Records of one device, handed out in order and copied out together."""
+
+    def __init__(self, like: Tensor, with_buckets: bool, capacity: int) -> None:
+        self.device = device = like.device
+        self.with_buckets = with_buckets
+        # Made by a tensor that is there already, which works on every device there is; on a CPU it could be a
+        # subclass that makes its own kind.
+        self._like = torch.zeros((), device="cpu") if device.type == "cpu" else like.detach().new_zeros(())
+        # Devices without float64 keep float32 rows; counts are then exact to 2**24.
+        self.row_type = torch.float32 if device.type == "mps" else torch.float64
+        unit = self.row_type.itemsize
+        row_bytes = stats.WIDTH * unit
+        count_bytes = -(-histogram.SLOTS * 4 // unit) * unit if with_buckets else 0
+        self.row_bytes, self.record_bytes = row_bytes, row_bytes + count_bytes
+        self._chunks: list[Tensor] = []
+        self._address = NOWHERE
+        self._rows: list[Tensor] = []
+        self._counts: list[Tensor] = []
+        self.records = 0
+        self.used = 0
+        self.overflowed = False
+        self.unfinished = Unfinished(device)
+        self._attached: list[Tensor] = []
+        self._grow(max(capacity, FEWEST))
+
+    def take(self) -> int | None:
+        """The number of a fresh record, or None when a step has made more calls than may be held."""
+        if self.used >= self.records:
+            room = MOST_BYTES // self.record_bytes - self.used
+            if room <= 0:
+                self.overflowed = True
+                return None
+            self._grow(min(max(self.used, FEWEST), room))
+        self.used += 1
+        return self.used - 1
+
+    def row(self, record: int) -> Tensor:
+        if record >= len(self._rows):
+            self._make_views()
+        return self._rows[record]
+
+    def counts(self, record: int) -> Tensor:
+        if record >= len(self._counts):
+            self._make_views()
+        return self._counts[record]
+
+    def addresses(self, record: int) -> tuple[Address, Address]:
+        """Where the row and the counts lie of the record that was taken last, on a CPU."""
+        row = self._address + record * self.record_bytes
+        return row, row + self.row_bytes if self.with_buckets else NOWHERE
+
+    def attach(self, number: int, tensor: Tensor) -> Attached:
+        """Has a tensor ride along as it is now; `number` is the buffer's own."""
+        self.unfinished.note_stream()
+        with torch.inference_mode(False), torch.no_grad():
+            readable = tensor.detach() if tensor.dtype in IN_NUMPY else tensor.detach().float()
+            content = readable.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+        start = sum(len(earlier) for earlier in self._attached)
+        self._attached.append(content)
+        return Attached(number, start, len(content), IN_NUMPY[readable.dtype], tuple(tensor.shape))
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.used and not self._attached
+
+    def pack(self) -> tuple[Tensor, int, int]:
+        """All used records as one tensor on the device, and how many bytes of parts and of tensors lie behind them."""
+        self.unfinished.wait_for_streams()
+        left, packed = self.used, []
+        for chunk in self._chunks:
+            packed.append(chunk[: min(left, len(chunk))])
+            left = max(0, left - len(chunk))
+        parts = self.unfinished.packed()
+        if parts is None and not self._attached:
+            return (packed[0] if len(packed) == 1 else torch.cat(packed)), 0, 0
+        behind = [*([] if parts is None else [parts]), *self._attached]
+        sizes = (0 if parts is None else len(parts)), sum(map(len, self._attached))
+        return torch.cat([*(chunk.view(-1) for chunk in packed), *behind]), *sizes
+
+    def reset(self) -> None:
+        """Makes all records fresh, in one chunk that fits what the last step needed."""
+        needed = self.records
+        if len(self._chunks) > 1:
+            self._chunks, self._rows, self._counts, self.records, self.used = [], [], [], 0, 0
+            self._grow(needed)
+        elif self.with_buckets:
+            self._chunks[0][: self.used].zero_()
+        self.used, self.overflowed = 0, False
+        self.unfinished.forget()
+        self._attached = []
+
+    def _grow(self, records: int) -> None:
+        with torch.inference_mode(False):
+            chunk = self._like.new_zeros((records, self.record_bytes), dtype=torch.uint8)
+        self._chunks.append(chunk)
+        # Of record 0, were all of them in this chunk: those handed out from now on are.
+        self._address = chunk.data_ptr() - self.records * self.record_bytes
+        self.records += records
+
+    def _make_views(self) -> None:
+        """Only torch operations need them, and many thousands take a while to make."""
+        self._rows, self._counts = [], []
+        with torch.inference_mode(False):  # a tensor made inside it could not be written outside
+            for chunk in self._chunks:
+                self._rows += chunk[:, : self.row_bytes].view(self.row_type).unbind()
+                if self.with_buckets:
+                    self._counts += chunk[:, self.row_bytes :].view(torch.int32)[:, : histogram.SLOTS].unbind()
+
+
+def copy_out(buffer: Buffer) -> Copy:
+    """Starts moving all its records, and says where they will be."""
+    packed, part_bytes, attached_bytes = buffer.pack()
+    cuda = buffer.device.type == "cuda"
+    host = torch.empty(packed.shape, dtype=packed.dtype, device="cpu", pin_memory=cuda)
+    host.copy_(packed, non_blocking=cuda)
+    event = torch.cuda.Event() if cuda else None  # type: ignore[no-untyped-call]
+    if event is not None:
+        event.record(torch.cuda.current_stream(buffer.device))
+    blocks = buffer.unfinished.blocks
+    return Copy(host, buffer.row_type, event, blocks, buffer.record_bytes, part_bytes, attached_bytes)
+
+
+class Unfinished:
+    """Of one device, in one step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.forget()
+
+    def forget(self) -> None:
+        self.blocks: list[Block] = []
+        self._held: list[Tensor] = []
+        self._streams: set[torch.cuda.Stream] = set()
+
+    def hold(self, block: Block, parts: Sequence[Tensor]) -> None:
+        """Keeps the parts of records until all are put together."""
+        self.note_stream()
+        self.blocks.append(block)
+        self._held += parts
+
+    def note_stream(self) -> None:
+        """Something of the step is being written on the current stream."""
+        if self._device.type == "cuda":
+            self._streams.add(torch.cuda.current_stream(self._device))
+
+    def wait_for_streams(self) -> None:
+        """Makes the current stream wait for what was written on others; the host does not wait."""
+        if self._device.type != "cuda":
+            return
+        current = torch.cuda.current_stream(self._device)
+        for stream in self._streams - {current}:
+            current.wait_stream(stream)
+            for part in self._held:
+                part.record_stream(current)
+
+    def packed(self) -> Tensor | None:
+        """All parts as bytes, in the order of the blocks."""
+        if not self._held:
+            return None
+        return torch.cat([part.reshape(-1) for part in self._held]).view(torch.uint8)

@@ -1,0 +1,244 @@
+"""A logged step after its copy was started: waits for it, merges the records, and makes the frame.
+
+Runs in the pump's thread. Reads host memory only; nothing here touches a device or a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tbhooks.data import rank_spread, stats
+from tbhooks.data.artifacts import Exhibit
+from tbhooks.data.frame import GRADIENT_NORM, NONFINITE_SINCE, RAW_GRADIENT_NORM, Frame, Site
+from tbhooks.data.step_table import OF_PARAMETERS, UNKNOWN_PIECE, WHOLE, Merged, Table
+from tbhooks.reduction import finalize as parts
+
+Number = TypeVar("Number", np.float64, np.int64)
+Span = tuple[int, int, int]
+"""Where one reduced tensor lies: buffer number, first record, one past the last."""
+Scalars = dict[str, tuple[int, int, int] | float]
+"""Numbers by tag: known already, or the buffer, record and column where they are."""
+
+# A tuple in a tuple in a list, with three numbers of its own.
+_CALL_BYTES = 200
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Records on their way to the host, and behind them the parts that rows of some are made of here."""
+
+    host: Tensor
+    row_type: torch.dtype
+    event: torch.cuda.Event | None
+    unfinished: Sequence[parts.Block] = ()
+    record_bytes: int = 0
+    part_bytes: int = 0
+    attached_bytes: int = 0
+
+    def wait(self) -> None:
+        if self.event is not None:
+            self.event.synchronize()
+
+    def rows(self) -> stats.Floats:
+        data = self._records()[:, : stats.WIDTH * self.row_type.itemsize].view(self.row_type)
+        rows: stats.Floats = np.asarray(data, dtype=np.float64)
+        if self.unfinished:
+            rows = rows.copy()
+            end = len(self.host) - self.attached_bytes
+            behind = self.host[end - self.part_bytes : end].view(self.row_type)
+            records, values = parts.gather(np.asarray(behind, dtype=np.float64), self.unfinished)
+            rows[records] = values
+        return rows
+
+    def _records(self) -> Tensor:
+        behind = self.part_bytes + self.attached_bytes
+        return self.host[: len(self.host) - behind].view(-1, self.record_bytes) if behind else self.host
+
+    def counts(self) -> stats.Counts:
+        data = self._records()[:, stats.WIDTH * self.row_type.itemsize :].view(torch.int32)
+        return np.asarray(data[:, : stats.BUCKETS], dtype=np.int64)
+
+    def attached(self, what: Attached) -> NDArray[Any]:
+        start = len(self.host) - self.attached_bytes + what.start
+        content = np.asarray(self.host[start : start + what.size])
+        return np.frombuffer(content.tobytes(), what.dtype).reshape(what.shape)
+
+
+@dataclass(frozen=True)
+class Attached:
+    """A tensor that rides in a step's copy: the buffer, where it lies among those attached, and what it is."""
+
+    buffer: int
+    start: int
+    size: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
+Read = Callable[[Attached], NDArray[Any]]
+"""Gives an attached tensor, once it is here."""
+Make = Callable[[Read], Iterable[Exhibit]]
+"""What is made of attached tensors in the background; it raises nothing."""
+Merge = Callable[[Table], Merged | None]
+"""What all ranks saw, given what this one saw; None if that is not for this rank to know."""
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A step whose copy is under way. `frames` waits for it; nothing here touches the device."""
+
+    step: int
+    time: float
+    rank: int
+    sites: list[Site]
+    kinds: frozenset[str]
+    with_buckets: bool
+    copies: dict[int, Copy]
+    calls: list[tuple[int, Span]]
+    scalars: Scalars
+    earlier: dict[int, Scalars]
+    pieces: Mapping[Site, tuple[int, int]] = field(default_factory=dict)
+    """Of tensors that are spread over ranks, which piece was read, and of how many."""
+    group: int = 0
+    """The lowest of the ranks that worked on the same batch."""
+    merge: Merge | None = None
+    """Joins it with what other ranks saw; they wait for that."""
+    makers: Sequence[Make] = ()
+    """What makes the exhibits that go with it."""
+
+    @property
+    def nbytes(self) -> int:
+        """What it holds of the host's memory until it is written: the copied records, and about what its lists take."""
+        return sum(copy.host.nbytes for copy in self.copies.values()) + _CALL_BYTES * len(self.calls)
+
+    def without_numbers(self) -> Pending | None:
+        """What is left to do if its numbers are dropped."""
+        if self.merge is None:
+            return None
+        return replace(self, copies={}, calls=[], scalars={}, earlier={}, makers=())
+
+    def frames(self) -> list[Frame]:
+        """The step's frame, after what is only now known of earlier ones."""
+        if self.merge is None:
+            return self._made(self._own(self._table()))
+        try:
+            table = self._table()
+        except BaseException:
+            self.merge(Table(self.step))  # the others wait for something
+            raise
+        merged = self.merge(table)
+        if merged is not None:
+            return self._made(merged)
+        return self._made(self._own(table)) if self.rank == 0 else []
+
+    def _own(self, table: Table) -> Merged:
+        """What this rank saw, alone: of weights in pieces nobody here knows a norm of all gradients."""
+        if any(site.kind == "weight_gradient" for site in self.pieces):
+            table = replace(table, scalars={k: v for k, v in table.scalars.items() if k != RAW_GRADIENT_NORM})
+            return Merged(table, rank_spread.nothing(len(table.sites)), is_whole=False)
+        return Merged(table, rank_spread.nothing(len(table.sites)))
+
+    def _made(self, merged: Merged) -> list[Frame]:
+        table = merged.table
+        late = [self._scalar_frame(step, scalars) for step, scalars in table.earlier.items()]
+        exhibits = self._exhibits()
+        if table.sites:
+            return [*late, replace(self._frame(merged), exhibits=exhibits)]
+        if not table.scalars and not exhibits:
+            return late
+        return [*late, replace(self._scalar_frame(self.step, table.scalars), exhibits=exhibits)]
+
+    def _exhibits(self) -> tuple[Exhibit, ...]:
+        def read(what: Attached) -> NDArray[Any]:
+            return self.copies[what.buffer].attached(what)
+
+        return tuple(exhibit for make in self.makers for exhibit in make(read))
+
+    def _scalar_frame(self, step: int, scalars: dict[str, float]) -> Frame:
+        nothing = np.zeros((0, 0), dtype=np.int64)
+        return Frame(step, self.time, self.rank, (), stats.empty_rows(0), nothing, scalars=scalars)
+
+    def _table(self) -> Table:
+        """The step's records, merged by site."""
+        for copy in self.copies.values():
+            copy.wait()
+        rows = {i: copy.rows() for i, copy in self.copies.items()}
+        order = list(dict.fromkeys(site for site, _ in self.calls))
+        owner, record = self._records({site: i for i, site in enumerate(order)})
+        counts = np.zeros((len(order), 0), dtype=np.int64)
+        if self.with_buckets:
+            host_counts = {i: copy.counts() for i, copy in self.copies.items()}
+            counts = stats.merge_counts(_gather(host_counts, record, stats.BUCKETS), owner, len(order))
+        sites = [self.sites[number] for number in order]
+        return Table(
+            self.step, sites, stats.merge(_gather(rows, record, stats.WIDTH), owner, len(order)), counts,
+            np.array([self._piece(site) for site in sites], dtype=np.int64).reshape(-1, 2), _read(self.scalars, rows),
+            {step: _read(scalars, rows) for step, scalars in self.earlier.items()}, self.group,
+        )  # fmt: skip
+
+    def _piece(self, site: Site) -> tuple[int, int]:
+        return self.pieces.get(site, WHOLE if site.kind in OF_PARAMETERS else UNKNOWN_PIECE)
+
+    def _frame(self, merged: Merged) -> Frame:
+        sites, values, counts = merged.table.sites, merged.table.values, merged.table.counts
+        _set_update_base(sites, values)
+        scalars = {**merged.table.scalars, **(_gradient_norm(sites, values) if merged.is_whole else {})}
+        shown = [i for i, site in enumerate(sites) if site.kind in self.kinds]
+        return Frame(
+            self.step, self.time, self.rank, tuple(sites[i] for i in shown), values[shown], counts[shown],
+            scalars=scalars, spreads=merged.spreads[shown],
+        )  # fmt: skip
+
+    def _records(self, position: dict[int, int]) -> tuple[NDArray[np.intp], list[tuple[int, int]]]:
+        """The frame row each record merges into, and where each record lies."""
+        owner, record = [], []
+        for site, (number, start, stop) in self.calls:
+            for i in range(start, stop):
+                owner.append(position[site])
+                record.append((number, i))
+        return np.array(owner, dtype=np.intp), record
+
+
+def _set_update_base(sites: Sequence[Site], values: stats.Floats) -> None:
+    """An update is measured against the weight it changed, which was reduced in the same step."""
+    weight = {site.path: i for i, site in enumerate(sites) if site.kind == "weight"}
+    norms = stats.STATS["norm"](values)
+    for i, site in enumerate(sites):
+        if site.kind == "update" and site.path in weight:
+            values[i, stats.BASE] = np.square(norms[weight[site.path]])
+
+
+def _gradient_norm(sites: Sequence[Site], values: stats.Floats) -> dict[str, float]:
+    """The norm of all watched weight gradients together, as the optimizer used them."""
+    of_gradients = values[[i for i, site in enumerate(sites) if site.kind == "weight_gradient"]]
+    if not len(of_gradients):
+        return {}
+    squares = np.square(stats.STATS["norm"](of_gradients))
+    squares[of_gradients[:, stats.INFS] > 0] = np.inf  # unlike a site's own norm, one number must show them
+    squares[of_gradients[:, stats.NANS] > 0] = np.nan
+    return {GRADIENT_NORM: float(np.sqrt(squares.sum()))}
+
+
+def _gather(hosts: dict[int, NDArray[Number]], record: list[tuple[int, int]], width: int) -> NDArray[Number]:
+    if len(hosts) == 1:
+        (number,) = hosts
+        return hosts[number][[i for _, i in record]]
+    parts = [hosts[number][i] for number, i in record]
+    return np.stack(parts) if parts else np.zeros((0, width))  # type: ignore[return-value]
+
+
+def _read(scalars: Scalars, rows: dict[int, stats.Floats]) -> dict[str, float]:
+    read = {
+        tag: float(rows[value[0]][value[1], value[2]]) if isinstance(value, tuple) else float(value)
+        for tag, value in scalars.items()
+    }
+    if read.get(NONFINITE_SINCE, 0) < 0:  # never
+        del read[NONFINITE_SINCE]
+    return read

@@ -1,0 +1,70 @@
+"""Which rank of a distributed job this process is, and what capture needs to know of the other ranks.
+
+The communication itself is in `tbhooks.distributed`, which implements `RankGroup`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol
+
+from torch import distributed, nn
+
+from tbhooks.capture import sharded_tensors
+from tbhooks.capture.packed_step import Pending
+from tbhooks.data.process_rank import rank_and_world
+from tbhooks.data.self_report import Report
+from tbhooks.data.step_table import Merged, Table
+
+
+class RankGroup(Protocol):
+    """The ranks that merge their numbers."""
+
+    world: int
+    is_over: bool
+
+    def merge(self, table: Table, report: Report) -> Merged | None: ...
+
+    def give_up(self) -> None: ...
+
+    def leave(self, is_idle: bool) -> None: ...
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process stands in its job."""
+
+    rank: int = 0
+    team: RankGroup | None = None
+    first_step: int = 0
+    wants_team: bool = False
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether another rank does all there is to do."""
+        return self.rank != 0 and self.team is None
+
+    @property
+    def is_another(self) -> bool:
+        """Whether the process has become another rank's since: the group was made after the watch."""
+        return self.team is None and this_rank() != self.rank
+
+    @property
+    def has_missed_the_others(self) -> bool:
+        """Whether it was to be merged, and there was nobody to merge with yet."""
+        return self.wants_team and self.team is None and sharded_tensors.are_several()
+
+    def shared(self, pending: Pending, model: nn.Module | None, report: Report) -> Pending:
+        """A step as it goes to the pump: with what joins it with those of other ranks, if there are any."""
+        if self.team is None:
+            return pending
+        group = self.rank if model is None else sharded_tensors.batch_group(model, self.rank)
+        return replace(pending, group=group, merge=partial(self.team.merge, report=report))
+
+
+def this_rank() -> int:
+    """The number of this process among those of the job; 0 where there is only one."""
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank()
+    return rank_and_world()[0]

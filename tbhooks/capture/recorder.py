@@ -1,0 +1,351 @@
+"""The numbers of one logged step: each reduced tensor in a record on its device (records.py), and whose they are.
+
+Which site a record belongs to stays in Python. So the calls of a shared module, micro-batches and outputs passed on
+unchanged cost no device work: records are merged on the host (pending.py).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence, Set
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from tbhooks.capture import sharded_tensors
+from tbhooks.capture.device_buffer import Buffer, copy_out
+from tbhooks.capture.packed_step import Attached, Make, Pending, Scalars, Span
+from tbhooks.data import stats
+from tbhooks.data.frame import Site
+from tbhooks.reduction import batched, cpu, histogram, torch_rows, triton
+from tbhooks.reduction.cpu import Address
+from tbhooks.reduction.finalize import Block
+
+# Torch reductions make temporaries of the tensor's size: larger tensors are read in parts this long.
+PART = 1 << 20
+# Bucket counts are 32-bit integers.
+MOST_COUNT = 2**31 - 1
+
+NO_SITE = -1
+# Kinds that are read for the sake of another: an update is measured against its weight.
+READ_FOR = {"weight": "update"}
+
+
+Reduce = Callable[[Tensor, Buffer, int], None]
+"""A real, flat tensor into a record that was just taken: the row, and the bucket counts if there are any."""
+
+
+def reduce_by_kernel(numbers: Tensor, buffer: Buffer, record: int) -> None:
+    """For CPU tensors it can read."""
+    cpu.reduce(numbers, *buffer.addresses(record))
+
+
+def reduce_by_torch(numbers: Tensor, buffer: Buffer, record: int) -> None:
+    """For devices, and where there is no C kernel."""
+    counts = buffer.counts(record) if buffer.with_buckets else None
+    if triton.can_read(numbers):
+        buffer.unfinished.note_stream()
+        if triton.reduce(numbers, buffer.row(record), counts):
+            return
+    if numbers.is_cpu or numbers.numel() == 0:
+        torch_rows.write_row(numbers, buffer.row(record))
+    else:
+        size = numbers.numel()
+        buffer.unfinished.hold(Block([record], [size], size), torch_rows.reduce(numbers, buffer.row_type))
+    if counts is not None:
+        histogram.add_counts(numbers, counts)
+
+
+def _reduce_divided(scale: Tensor) -> Reduce:
+    """By a tensor on the device, so without a sync; in half precision the quotient could be zero."""
+
+    def reduce(numbers: Tensor, buffer: Buffer, record: int) -> None:
+        divided = (numbers.float() if numbers.dtype.itemsize < 4 else numbers) / scale.to(numbers.device)
+        (reduce_by_kernel if cpu.can_read(divided) else reduce_by_torch)(divided, buffer, record)
+
+    return reduce
+
+
+def was_given_away(tensor: Tensor) -> bool:
+    """Whether its memory was, as sharded training does with weights it has gathered: reading it would be the end."""
+    if not tensor.numel() or tensor.layout is not torch.strided or not torch_rows.has_storage(tensor):
+        return False
+    return tensor.untyped_storage().nbytes() == 0
+
+
+Wanted = tuple[int, Tensor, Address, Address]
+"""For a site: a tensor the kernel can read, where a copy of it goes, and what is subtracted from it; or NOWHERE."""
+
+
+def can_be_one_of_many(tensor: Tensor) -> bool:
+    """Whether `Recorder.record_all` takes it."""
+    return cpu.can_read(tensor) and tensor.numel() <= MOST_COUNT
+
+
+class Recorder:
+    """Collects one logged step, on as many devices as the model uses, and knows every site by its number."""
+
+    def __init__(self, kinds: Iterable[str], prefix: str = "") -> None:
+        self.with_buckets = False
+        self.kinds = frozenset(kinds)
+        # What is put before the kinds of its sites, to tell them from those of other recorders.
+        self._prefix = prefix
+        self._shown = frozenset(prefix + kind for kind in self.kinds)
+        # Modules may run in several threads, and the kernel lets others run while it reads.
+        self._lock = threading.RLock()
+        self.sites: list[Site] = []
+        self._numbers: dict[Site, int] = {}
+        self._buffers: list[Buffer] = []
+        self._number: dict[tuple[torch.device, bool], int] = {}
+        self.calls: list[tuple[int, Span]] = []
+        # By the place in `calls`: the forward or backward that a record is of.
+        self._owners: dict[int, object] = {}
+        self.pieces: dict[Site, tuple[int, int]] = {}
+        """Of what is spread over ranks, which piece is here, and of how many."""
+        self._scalars: Scalars = {}
+        self._earlier: dict[int, Scalars] = {}
+        self._makers: list[Make] = []
+
+    def wants(self, *kinds: str) -> bool:
+        """Whether any of these kinds was asked for."""
+        return not self.kinds.isdisjoint(kinds)
+
+    def number(self, site: Site) -> int:
+        """The site's number; NO_SITE for a kind nobody asked for."""
+        number = self._numbers.get(site)
+        if number is not None:
+            return number
+        if site.kind not in self.kinds and READ_FOR.get(site.kind) not in self.kinds:
+            return NO_SITE
+        with self._lock:
+            if site not in self._numbers:
+                self.sites.append(replace(site, kind=self._prefix + site.kind) if self._prefix else site)
+                self._numbers[site] = len(self.sites) - 1
+            return self._numbers[site]
+
+    def begin(self, with_buckets: bool) -> None:
+        """Starts an empty step."""
+        with self._lock:
+            self.with_buckets = with_buckets
+            self.restart()
+
+    def restart(self) -> None:
+        """Forgets what the step has recorded so far; waits for what is being read in another thread."""
+        with self._lock:
+            self.calls, self._scalars, self._earlier, self._makers = [], {}, {}, []
+            self._owners = {}
+            for buffer in self._buffers:
+                buffer.reset()
+
+    def record(
+        self, site: int, tensor: Tensor, scale: Tensor | None = None, owner: object = None
+    ) -> Span | None:  # fmt: skip
+        """Reduces a tensor for a site, divided by `scale` if there is one; None if it holds no real numbers.
+
+        `owner` is what `drop` knows the record by.
+        """
+        with self._lock:
+            if scale is None and can_be_one_of_many(tensor):  # nearly always on a CPU: the shortest way
+                span: Span | None = self._record_one(tensor)
+            else:
+                span = self._record_any(site, tensor, scale)
+            if span is not None:
+                self.share(site, span, owner)
+        return span
+
+    def _record_any(self, site: int, tensor: Tensor, scale: Tensor | None) -> Span | None:
+        local = sharded_tensors.here(tensor)
+        if sharded_tensors.is_spread(tensor):
+            self.pieces.setdefault(self.sites[site], sharded_tensors.piece(tensor))
+        if local is None or was_given_away(local):
+            return None
+        if scale is None and can_be_one_of_many(local):
+            return self._record_one(local)
+        record = self._record_sparse if local.layout is torch.sparse_coo else self._record_dense
+        return record(local, scale)
+
+    def _record_one(self, tensor: Tensor) -> Span:
+        number, buffer = self._buffer(tensor)
+        record = buffer.take()
+        if record is None:
+            return number, buffer.used, buffer.used
+        cpu.reduce(tensor, *buffer.addresses(record))
+        return number, record, record + 1
+
+    def record_all(self, wanted: Sequence[Wanted]) -> bool:
+        """Reduces many tensors that the kernel can read, in one call of it; False if there was no room for all."""
+        if not wanted:
+            return True
+        jobs: list[cpu.Job] = []
+        with self._lock:
+            number, buffer = self._buffer(wanted[0][1])
+            for site, tensor, copy, minus in wanted:
+                record = buffer.take()
+                if record is None:
+                    break
+                jobs.append(cpu.job(tensor, *buffer.addresses(record), minus, copy))
+                self.calls.append((site, (number, record, record + 1)))
+            cpu.reduce_all(jobs)
+        return len(jobs) == len(wanted)
+
+    def record_together(self, wanted: Sequence[batched.Wanted]) -> None:
+        """Reduces many small tensors of devices in a few launches."""
+        with self._lock, torch.no_grad():
+            for group in batched.groups(wanted):
+                made = batched.block(group)
+                number, buffer = self._buffer(made)
+                records = [record for record in (buffer.take() for _ in group) if record is not None]
+                if len(records) < len(group):  # it has overflowed, and says so
+                    return
+                block = Block(records, [tensor.numel() for _, tensor, _, _ in group], made.size(1), shifted=True)
+                buffer.unfinished.hold(block, batched.reduce(made, buffer.row_type))
+                if buffer.with_buckets:
+                    batched.count(made, [buffer.counts(record) for record in records])
+                self.calls += [(want[0], (number, i, i + 1)) for want, i in zip(group, records, strict=True)]
+
+    def record_difference(self, site: int, after: Tensor, before: Tensor) -> None:
+        """Reduces `after - before` for a site; `before` may be overwritten."""
+        with self._lock, torch.no_grad():
+            span = self._record_dense(torch_rows.difference(after, before), None)
+            if span is not None:
+                self.calls.append((site, span))
+
+    def share(self, site: int, span: Span, owner: object = None) -> None:
+        """Gives a site what was already reduced for another."""
+        with self._lock:
+            if owner is not None:
+                self._owners[len(self.calls)] = owner
+            self.calls.append((site, span))
+
+    def drop(self, owners: Set[object]) -> bool:
+        """Leaves out what belongs to any of these, as if it had not been recorded. Whether there was anything."""
+        with self._lock:
+            kept = [i for i in range(len(self.calls)) if self._owners.get(i) not in owners]
+            found = len(kept) < len(self.calls)
+            self._owners = {new: self._owners[old] for new, old in enumerate(kept) if old in self._owners}
+            self.calls = [self.calls[i] for i in kept]
+        return found
+
+    def keep_scalars_only(self, start: str) -> None:
+        """Leaves out everything but scalars whose tag begins like this."""
+        with self._lock:
+            self.calls, self._owners, self._makers = [], {}, []
+            self._scalars = {tag: value for tag, value in self._scalars.items() if tag.startswith(start)}
+
+    def scalar(self, tag: str, value: Tensor | float, earlier_step: int | None = None) -> None:
+        """A number that rides along; one-element tensors stay on their device until the copy.
+
+        One that came too late for its own step's copy rides in this one, under that earlier step.
+        """
+        with self._lock:
+            scalars = self._scalars if earlier_step is None else self._earlier.setdefault(earlier_step, {})
+            if not isinstance(value, Tensor):
+                scalars[tag] = value
+                return
+            number, buffer = self._buffer(value)
+            record = buffer.take()
+            if record is not None:
+                buffer.row(record)[stats.MEAN].copy_(value.detach().reshape(()))
+                scalars[tag] = (number, record, stats.MEAN)
+
+    def scalars(self, tags: Sequence[str], values: Tensor) -> None:
+        """Many numbers of one tensor, as many to a record as it has columns."""
+        with self._lock:
+            number, buffer = self._buffer(values)
+            for start in range(0, len(tags), stats.WIDTH):
+                record = buffer.take()
+                if record is None:
+                    return
+                part = values[start : start + stats.WIDTH]
+                buffer.row(record)[: len(part)].copy_(part.detach())
+                for column, tag in enumerate(tags[start : start + stats.WIDTH]):
+                    self._scalars[tag] = (number, record, column)
+
+    def attach(self, tensor: Tensor) -> Attached:
+        """A tensor as it is now, that rides in the step's copy; `exhibit` tells what becomes of it."""
+        with self._lock:
+            number, buffer = self._buffer(tensor)
+            return buffer.attach(number, tensor)
+
+    def exhibit(self, make: Make) -> None:
+        """What goes along with the step's frame, made in the background when the copy is there."""
+        self._makers.append(make)
+
+    @property
+    def has_something(self) -> bool:
+        """Whether the step has anything to show."""
+        return bool(self.calls or self._scalars or self._makers)
+
+    @property
+    def overflowed(self) -> bool:
+        """Whether the step made more calls than a buffer may hold; the rest of it is missing."""
+        return any(buffer.overflowed for buffer in self._buffers)
+
+    @property
+    def scalar_tags(self) -> frozenset[str]:
+        return frozenset(self._scalars)
+
+    def scalars_alone(self, step: int, rank: int, scalars: Scalars) -> Pending:
+        """A step's scalars that need no copy, for a step that was handed over before they came."""
+        return Pending(step, time.time(), rank, [], self._shown, False, {}, [], scalars, {})
+
+    def pack(self, step: int, rank: int) -> Pending:
+        """Starts the one copy of the step and forgets it."""
+        with self._lock:
+            copies = {i: copy_out(buffer) for i, buffer in enumerate(self._buffers) if not buffer.is_empty}
+            pending = Pending(
+                step, time.time(), rank, self.sites[:], self._shown, self.with_buckets,
+                copies, self.calls, self._scalars, self._earlier, dict(self.pieces), makers=self._makers,
+            )  # fmt: skip
+            self.restart()
+        return pending
+
+    def _buffer(self, like: Tensor) -> tuple[int, Buffer]:
+        """The buffer of a tensor's device."""
+        key = (like.device, self.with_buckets)
+        if key not in self._number:
+            self._number[key] = len(self._buffers)
+            self._buffers.append(Buffer(like, self.with_buckets, capacity=len(self.sites)))
+        number = self._number[key]
+        return number, self._buffers[number]
+
+    def _record_dense(self, tensor: Tensor, scale: Tensor | None) -> Span | None:
+        with torch.no_grad():
+            numbers = torch_rows.readable(tensor)
+            if numbers is None:
+                return None
+            if scale is not None:
+                return self._record_parts(numbers, PART, _reduce_divided(scale))
+            if cpu.can_read(numbers):
+                return self._record_parts(numbers, MOST_COUNT, reduce_by_kernel)
+            return self._record_parts(numbers, MOST_COUNT if triton.takes(numbers) else PART, reduce_by_torch)
+
+    def _record_parts(self, numbers: Tensor, longest: int, reduce: Reduce) -> Span:
+        number, buffer = self._buffer(numbers)
+        start = buffer.used
+        for part in (numbers,) if numbers.numel() <= longest else torch.split(torch_rows.flat(numbers), longest):
+            record = buffer.take()
+            if record is None:
+                break
+            reduce(part, buffer, record)
+        return number, start, buffer.used
+
+    def _record_sparse(self, tensor: Tensor, scale: Tensor | None) -> Span | None:
+        with torch.no_grad():
+            present = tensor.detach().coalesce().values()
+        span = self._record_dense(present, scale)
+        if span is None:
+            return None
+        number, start, _ = span
+        buffer = self._buffers[number]
+        absent = tensor.numel() - present.numel()
+        for zeros in (min(MOST_COUNT, absent - done) for done in range(0, absent, MOST_COUNT)):
+            record = buffer.take()
+            if record is None:
+                break
+            torch_rows.write_constant(buffer.row(record), zeros)
+            if self.with_buckets:
+                buffer.counts(record)[stats.MIDDLE].fill_(zeros)
+        return number, start, buffer.used

@@ -1,0 +1,147 @@
+"""Which modules and parameters are watched, and what they are called.
+
+Paths are those of `named_modules()` and `named_parameters()` without the names that wrappers insert.
+Patterns are understood here, when a watch is made; hooks never match a name.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from tbhooks.data.errors import ArgumentError, nearest
+from tbhooks.data.frame import ROOT
+
+Matcher = Callable[[str, nn.Module], bool]
+Pattern = str | type[nn.Module] | Matcher
+
+# The attribute under which each kind of wrapper holds the module it wraps.
+_WRAPPED_AS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module")
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """The module inside compile, data-parallel and checkpoint wrappers, and that of Lightning's Fabric."""
+    while (inner := _wrapped(module)) is not None:
+        module = inner
+    return module
+
+
+def _wrapped(module: nn.Module) -> nn.Module | None:
+    parts = module._modules
+    if not parts:
+        return None
+    if isinstance(module, DataParallel | DistributedDataParallel):
+        return parts.get("module")
+    for name in _WRAPPED_AS:
+        if name in parts:
+            return parts[name]
+    return None
+
+
+@dataclass(frozen=True)
+class Modules:
+    """Every module of a model under its first path, and the further names of shared ones."""
+
+    by_path: dict[str, nn.Module]
+    aliases: dict[str, str]
+
+
+def walk(model: nn.Module) -> Modules:
+    """All modules in the order of `named_modules()`."""
+    by_path: dict[str, nn.Module] = {}
+    first: dict[int, str] = {}
+    aliases: dict[str, str] = {}
+    stack = [("", unwrap(model))]
+    while stack:
+        prefix, module = stack.pop()
+        path = prefix or ROOT
+        if id(module) in first:
+            aliases[path] = first[id(module)]
+            continue
+        first[id(module)] = path
+        by_path[path] = module
+        for name, child in reversed(module._modules.items()):
+            if child is not None:
+                stack.append((f"{prefix}.{name}" if prefix else name, unwrap(child)))
+    return Modules(by_path, aliases)
+
+
+def parameters(modules: dict[str, nn.Module]) -> dict[str, nn.Parameter]:
+    """The parameters these modules own, by path; a tied one once, under its first."""
+    found: dict[str, nn.Parameter] = {}
+    seen: set[int] = set()
+    for path, module in modules.items():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in seen:
+                seen.add(id(parameter))
+                found[name if path == ROOT else f"{path}.{name}"] = parameter
+    return found
+
+
+class Selector:
+    """`include` and `exclude`, understood and checked against the model they were written for."""
+
+    def __init__(self, model: nn.Module, include: object, exclude: object) -> None:
+        self._include = _patterns("include", include)
+        self._exclude = _patterns("exclude", exclude)
+        modules = walk(model).by_path
+        _check_each_matches("include", self._include, modules)
+        if not self.choose(modules):
+            raise ArgumentError(f"exclude={exclude!r} leaves no module of this model to watch")
+
+    def choose(self, modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
+        """The watched ones among these modules."""
+        if not self._include and not self._exclude:
+            return dict(modules)
+        return {path: module for path, module in modules.items() if self._chosen(path, module)}
+
+    def _chosen(self, path: str, module: nn.Module) -> bool:
+        wanted = not self._include or any(_matches(pattern, path, module) for pattern in self._include)
+        return wanted and not any(_matches(pattern, path, module) for pattern in self._exclude)
+
+
+def choice(argument: str, given: object, model: nn.Module) -> Matcher:
+    """Tells which modules are meant by what may be given as `include`; each part of it has to mean some."""
+    patterns = _patterns(argument, given)
+    _check_each_matches(argument, patterns, walk(model).by_path)
+    return lambda path, module: any(_matches(pattern, path, module) for pattern in patterns)
+
+
+def _check_each_matches(argument: str, patterns: tuple[Pattern, ...], modules: dict[str, nn.Module]) -> None:
+    for pattern in patterns:
+        if not any(_matches(pattern, path, module) for path, module in modules.items()):
+            shown = pattern.rstrip(".*") if isinstance(pattern, str) else str(pattern)
+            raise ArgumentError(f"{argument}={pattern!r} matches no module of this model: {nearest(shown, modules)}")
+
+
+def _patterns(argument: str, given: object) -> tuple[Pattern, ...]:
+    if given is None:
+        return ()
+    patterns = tuple(given) if isinstance(given, list | tuple | set | frozenset) else (given,)
+    if not patterns:
+        raise ArgumentError(f"{argument} is an empty list; leave it out, or None, to choose by nothing")
+    for pattern in patterns:
+        if not _is_pattern(pattern):
+            raise ArgumentError(
+                f"{argument} takes a glob over module paths, a module class, a callable of (path, module), "
+                f"or a list of those, not {pattern!r}"
+            )
+    return patterns
+
+
+def _is_pattern(given: object) -> bool:
+    if isinstance(given, type):
+        return issubclass(given, nn.Module)
+    return isinstance(given, str) or (callable(given) and not isinstance(given, nn.Module))
+
+
+def _matches(pattern: Pattern, path: str, module: nn.Module) -> bool:
+    if isinstance(pattern, str):
+        return fnmatch.fnmatchcase(path, pattern)
+    if isinstance(pattern, type):
+        return isinstance(module, pattern)
+    return bool(pattern(path, module))

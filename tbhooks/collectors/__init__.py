@@ -1,0 +1,1 @@
+"""What observes logged steps besides statistics: graph, images, channels, embeddings, summary, profiler."""

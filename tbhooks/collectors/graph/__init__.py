@@ -1,0 +1,1 @@
+"""The model graph of one pass, for TensorBoard's GRAPHS tab."""

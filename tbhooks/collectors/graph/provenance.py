@@ -1,0 +1,52 @@
+"""Which box a tensor came out of. Tensors are known by their identity and version, and none is kept alive."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from tbhooks.collectors.graph.builder import Origin
+
+
+@dataclass(slots=True)
+class _Known:
+    tensor: weakref.ref[Tensor]
+    version: int
+    origin: Origin | str
+
+
+def version(tensor: Tensor) -> int:
+    """How often it was changed in place; those of inference mode do not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+class Origins:
+    """Of the tensors of one pass: the box and its output, or the name of a parameter."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, _Known] = {}
+
+    def of(self, tensor: Tensor) -> Origin | str | None:
+        """A tensor that was changed through another view of it comes from where that was."""
+        known = self._find(tensor)
+        if known is not None and known.version == version(tensor):
+            return known.origin
+        base = None if tensor._base is None else self._find(tensor._base)
+        if base is not None and (known is None or base.version == version(tensor)):
+            return base.origin
+        return None if known is None else known.origin
+
+    def set(self, tensor: Tensor, origin: Origin | str) -> None:
+        self._known[id(tensor)] = _Known(weakref.ref(tensor), version(tensor), origin)
+
+    def changed(self, tensor: Tensor, origin: Origin) -> None:
+        """It was changed in place, and with it what it is a view of."""
+        self.set(tensor, origin)
+        if tensor._base is not None:
+            self.set(tensor._base, origin)
+
+    def _find(self, tensor: Tensor) -> _Known | None:
+        known = self._known.get(id(tensor))
+        return known if known is not None and known.tensor() is tensor else None

@@ -1,0 +1,162 @@
+"""Pictures of what runs: the input batch, filters, feature maps, attention maps.
+
+In the training thread a small part of a tensor is copied on its device, no more than a limit of bytes a step; it is
+normalised and painted in the background.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from tbhooks.capture import schedule, selection, sharded_tensors
+from tbhooks.capture.hooks.collectors import guarded
+from tbhooks.capture.packed_step import Attached, Read
+from tbhooks.capture.recorder import Recorder, was_given_away
+from tbhooks.capture.selection import Matcher
+from tbhooks.collectors import image_tiles
+from tbhooks.collectors.image_tiles import Tiles
+from tbhooks.data.artifacts import Exhibit, Picture
+from tbhooks.data.frame import ROOT
+from tbhooks.data.self_report import Report
+from tbhooks.drawing import tensor_grid
+from tbhooks.reduction.torch_rows import describe, has_no_data
+
+# Pictures of each of the first logged steps, then half as often with every doubling: TensorBoard shows ten of a tag.
+IN_FULL = 10
+MOST_BYTES = 1 << 20
+LARGEST_FILTER = 32
+# What an operation's name ends with whose result, or what is computed beside it, is attention weights.
+ATTENTION_WEIGHTS = (":softmax", ":scaled_dot_product_attention.weights")
+RANGE = (
+    "One scale a picture, from the 0.5 to the 99.5 percentile of its numbers; the strip below says which those are. "
+    "Red is NaN or Inf."
+)
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_Key = tuple[str, str]
+"""The kind, and the name of what is shown."""
+
+
+def of_model(
+    model: nn.Module, pattern: object, report: Report, every: int | None = None, most_bytes: int = MOST_BYTES
+) -> Pictures:
+    """Of the modules that a pattern means; without one of the input batch and the first convolution."""
+    if pattern is not None:
+        return Pictures(selection.choice("pattern", pattern, model), report, False, every, most_bytes)
+    modules = selection.walk(model).by_path
+    first = next((path for path, module in modules.items() if isinstance(module, _CONVOLUTIONS)), None)
+    return Pictures(lambda path, _module: path == first, report, True, every, most_bytes)
+
+
+class Pictures:
+    """Looks at chosen modules' outputs and filters, and at what the model is given."""
+
+    def __init__(self, choice: Matcher, report: Report, inputs: bool, every: int | None, most_bytes: int) -> None:
+        self._choice, self._report, self._inputs = choice, report, inputs
+        self._every, self._most_bytes = every, most_bytes
+        # Others look on, too, and all are shown what any of them wants.
+        self._chosen: set[str] = set()
+        self._filters: dict[str, weakref.ref[nn.Module]] = {}
+        self._logged = 0
+        self._seen: dict[_Key, Tiles] = {}
+        self._bytes = 0
+
+    def wants(self, path: str, module: nn.Module) -> bool:
+        self._chosen.discard(path)  # another module may be there now
+        self._filters.pop(path, None)
+        chosen = self._choice(path, module)
+        if chosen:
+            self._chosen.add(path)
+            if isinstance(module, nn.Conv2d):
+                self._filters[path] = weakref.ref(module)
+        return chosen
+
+    def wants_inputs(self, path: str, module: nn.Module) -> bool:
+        return self._inputs and path == ROOT
+
+    def begin(self) -> None:
+        self._seen, self._bytes = {}, 0
+
+    def saw(self, path: str, kind: str, index: str, tensor: Tensor) -> None:
+        if not self._takes_pictures:
+            return
+        if kind == "input":
+            if self._inputs and path == ROOT:
+                self._take(kind, path + index, tensor, image_tiles.of_input)
+        elif kind == "activation":
+            if path in self._chosen:
+                self._take(kind, path + index, tensor, image_tiles.of_output)
+                self._take_filters(path)
+        elif path.endswith(ATTENTION_WEIGHTS) and path.rpartition(":")[0] in self._chosen:
+            self._take(kind, path + index, tensor, image_tiles.of_weights)
+
+    def end(self, recorder: Recorder) -> None:
+        self._logged += 1
+        seen = self._seen
+        self.forget()  # first: a watch may be closed from another thread, while modules run
+        if seen:
+            riding = [(key, part.natural, part.words, recorder.attach(part.numbers)) for key, part in seen.items()]
+            recorder.exhibit(guarded(partial(_paint, riding), self._report, "painting pictures"))
+
+    def forget(self) -> None:
+        self.begin()
+
+    @property
+    def _takes_pictures(self) -> bool:
+        if self._every is None:
+            return schedule.thinned(self._logged, IN_FULL)
+        return self._logged % self._every == 0
+
+    def _take_filters(self, path: str) -> None:
+        module = self._filters[path]() if path in self._filters else None
+        weight = None if module is None else getattr(module, "weight", None)
+        local = sharded_tensors.here(weight) if isinstance(weight, Tensor) else None
+        if local is None or has_no_data(local) or was_given_away(local) or local.dim() != 4:
+            return
+        if max(local.shape[2:]) <= LARGEST_FILTER:
+            self._take("weight", f"{path}.weight", local, image_tiles.of_filters)
+
+    def _take(self, kind: str, name: str, tensor: Tensor, choose: Callable[[Tensor], Tiles | None]) -> None:
+        """The first of a step: a shared module and micro-batches give more."""
+        if (kind, name) in self._seen:
+            return
+        if not image_tiles.is_shown(tensor, kind):
+            self._report.cannot_see(_tag(kind, name), f"{describe(tensor)}: pictures show real numbers")
+            return
+        part = choose(tensor.detach())
+        if part is None:
+            if kind != "weight":
+                self._report.cannot_see(_tag(kind, name), f"a tensor of shape {list(tensor.shape)} is no picture")
+        elif self._has_room(kind, name, part.numbers):
+            with torch.no_grad():
+                self._seen[kind, name] = part._replace(numbers=part.numbers.clone())
+
+    def _has_room(self, kind: str, name: str, numbers: Tensor) -> bool:
+        needed = numbers.numel() * max(numbers.itemsize, 4 if numbers.dtype is torch.bfloat16 else 1)
+        if self._bytes + needed > self._most_bytes:
+            why = f"pictures of a step take at most {self._most_bytes} bytes; images(..., most_bytes=) changes that"
+            self._report.cannot_see(_tag(kind, name), why)
+            return False
+        self._bytes += needed
+        return True
+
+
+def _tag(kind: str, name: str) -> str:
+    return f"images.{kind}/{name}"
+
+
+def _paint(riding: Iterable[tuple[_Key, bool, str, Attached]], read: Read) -> Iterable[Exhibit]:
+    """In the background."""
+    for (kind, name), natural, words, attached in riding:
+        numbers = read(attached)
+        if natural:  # channels last; one channel is grey
+            numbers = numbers.transpose(0, 2, 3, 1)
+            numbers = numbers[..., 0] if numbers.shape[-1] == 1 else numbers
+        pixels, _ = tensor_grid.painted(numbers, natural=natural)
+        code = name.replace("`", "'")
+        yield Picture(_tag(kind, name), pixels, f"{kind} of `{code}`: {words}. {RANGE}")

@@ -1,0 +1,124 @@
+"""The layers of a model as a table: parameters at once, outputs from the first pass that is logged.
+
+Looks at sizes and types alone, and no more once it has seen a whole pass.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from tbhooks.capture import selection
+from tbhooks.capture.hooks.collectors import Onlookers, guarded
+from tbhooks.capture.packed_step import Read
+from tbhooks.capture.recorder import Recorder
+from tbhooks.collectors.graph.describe import is_called, shape_of, type_of
+from tbhooks.data.artifacts import Exhibit
+from tbhooks.data.frame import ROOT
+from tbhooks.data.self_report import Report
+from tbhooks.drawing.model_table import Layer, Layers, as_exhibit
+
+
+@dataclass
+class _Outputs:
+    """What a module has put out, by the index of its output."""
+
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    types: dict[str, str] = field(default_factory=dict)
+    calls: dict[str, int] = field(default_factory=dict)
+    nbytes: int = 0
+
+
+class SummaryOnlooker:
+    """Knows the layers, and fills in their outputs once."""
+
+    def __init__(self, model: weakref.ref[nn.Module], onlookers: Onlookers, report: Report) -> None:
+        self._model = model
+        self._onlookers = onlookers
+        self._report = report
+        self._seen: dict[str, _Outputs] = {}
+        self._samples = 0
+        self._is_whole = self._is_done = False
+        self.layers = self._described()
+
+    def wants(self, path: str, module: nn.Module) -> bool:
+        return not self._is_done
+
+    def wants_inputs(self, path: str, module: nn.Module) -> bool:
+        """Those of the model tell how many samples there are."""
+        return not self._is_done and path == ROOT
+
+    def begin(self) -> None:
+        self.forget()
+
+    def saw(self, path: str, kind: str, index: str, tensor: Tensor) -> None:
+        if self._is_whole or self._is_done or kind == "functional":
+            return
+        if not self._samples and tensor.dim():
+            self._samples = shape_of(tensor)[0]
+        if kind == "input":
+            return
+        seen = self._seen.setdefault(path, _Outputs())
+        seen.shapes.setdefault(index, shape_of(tensor))
+        seen.types.setdefault(index, type_of(tensor))
+        seen.calls[index] = seen.calls.get(index, 0) + 1
+        seen.nbytes += tensor.numel() * tensor.element_size()  # nbytes knows no sparse ones
+        # Micro-batches that follow in the same step are passes of their own.
+        self._is_whole = path == ROOT
+
+    def end(self, recorder: Recorder) -> None:
+        if not self._seen or self._is_done:
+            return
+        self._is_done = True
+        self.layers = layers = self._described()
+        self._onlookers.change_wishes()
+
+        def make(_read: Read) -> Iterable[Exhibit]:
+            return [as_exhibit(layers)]
+
+        recorder.exhibit(guarded(make, self._report, "writing the summary"))
+        self.forget()
+
+    def forget(self) -> None:
+        self._seen, self._samples, self._is_whole = {}, 0, False
+
+    def _described(self) -> Layers:
+        model = self._model()
+        return described(model, self._seen, self._samples) if model is not None else Layers("", ())
+
+
+def described(model: nn.Module, seen: Mapping[str, _Outputs], samples: int) -> Layers:
+    """Layers in the order of their first output, then those that have put out nothing."""
+    modules = selection.walk(model).by_path
+    counted: dict[int, str] = {}
+    layers: dict[str, Layer] = {}
+    for path, module in modules.items():
+        own = {name: p for name, p in module._parameters.items() if p is not None and not is_lazy(p)}
+        if own or _has_no_parts(module):
+            layers[path] = _layer(path, module, own, counted, seen.get(path, _Outputs()))
+    order = [path for path in seen if path in layers] + [path for path in layers if path not in seen]
+    known = {id(p): p for p in model.parameters() if not is_lazy(p)}
+    nbytes = sum(p.numel() * p.element_size() for p in known.values())
+    return Layers(type(model).__name__, tuple(layers[path] for path in order), nbytes, samples if seen else 0)
+
+
+def _has_no_parts(module: nn.Module) -> bool:
+    return next(module.children(), None) is None and is_called(module)
+
+
+def _layer(
+    path: str, module: nn.Module, own: Mapping[str, nn.Parameter], counted: dict[int, str], seen: _Outputs
+) -> Layer:
+    """`counted` are the parameters of earlier layers, to which its own are added."""
+    new = [p for p in own.values() if id(p) not in counted]
+    tied = [counted[id(p)] for p in own.values() if id(p) in counted]
+    counted |= {id(p): f"{path}.{name}" for name, p in own.items() if id(p) not in counted}
+    return Layer(
+        path, type(module).__name__, tuple(seen.shapes.values()), ", ".join(dict.fromkeys(seen.types.values())),
+        sum(p.numel() for p in new), sum(p.numel() for p in new if p.requires_grad), ", ".join(tied),
+        max(seen.calls.values(), default=0), seen.nbytes,
+    )  # fmt: skip

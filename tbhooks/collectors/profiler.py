@@ -1,0 +1,116 @@
+"""A trace of some steps by torch's own profiler, started and stopped where steps end.
+
+It is written in the background, beside the run. If a profiler runs already, it is left alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.hooks import RemovableHandle
+
+from tbhooks.capture.autograd import is_profiled
+from tbhooks.capture.dynamo import runs_as_python
+from tbhooks.capture.hooks.observer import Probe
+from tbhooks.data.frame import Frame
+from tbhooks.data.self_report import Report
+
+# The ending by which viewers know torch's traces.
+ENDING = ".pt.trace.json.gz"
+
+
+@dataclass
+class Trace:
+    """A trace that is still to be written, as the pump takes it."""
+
+    profiler: profile
+    path: Path
+    report: Report
+    nbytes: int = 0
+
+    def without_numbers(self) -> Trace:
+        """Nobody else has it: it is never dropped."""
+        return self
+
+    def frames(self) -> list[Frame]:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.profiler.export_chrome_trace(str(self.path))
+        self.report.tell(
+            f"the trace of the profiled steps is in {self.path}; open it at https://ui.perfetto.dev or chrome://tracing",
+            level=logging.INFO,
+        )
+        return []
+
+
+class Profile:
+    """The steps from `first` to `last`, both included."""
+
+    def __init__(
+        self, first: int, last: int, directory: Path, probe: Probe, submit: Callable[[Trace], None], report: Report
+    ) -> None:  # fmt: skip
+        self.first, self.last = first, last
+        self._probe = probe
+        self._directory = directory
+        self._submit = submit
+        self._report = report
+        self._profiler: profile | None = None
+        self._is_over = False
+        self._root: RemovableHandle | None = None
+
+    def step_ended(self, step: int) -> None:
+        """The next one may be the first of those, or this one was the last."""
+        with self._report.guarded("profiling"):
+            if step == self.last:
+                self._stop_soon()
+            elif step > self.last:
+                self.stop(self.last)
+            elif step + 1 >= self.first:
+                self.start()
+
+    def start(self) -> None:
+        if self._is_over or self._profiler is not None:
+            return
+        if is_profiled():
+            self._is_over = True
+            self._report.tell(f"steps {self.first} to {self.last} are not profiled: a profiler runs already")
+            return
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+        profiler = profile(activities=activities)
+        profiler.start()
+        self._profiler = profiler
+
+    def _stop_soon(self) -> None:
+        """Steps end inside the optimizer's, which would seem to take as long as stopping does: the next forward is
+        soon enough. A compiled one is not to change for it.
+        """
+        if self._profiler is not None and not self._probe.gate.was_compiled:
+            self._root = self._probe.watch_root(self._forward_begins, in_graph=False)
+        else:
+            self.stop(self.last)
+
+    @runs_as_python
+    def _forward_begins(self) -> None:
+        with self._report.guarded("profiling"):
+            self.stop(self.last)
+
+    def leave_model(self) -> None:
+        """Waits for no forward any more."""
+        if self._root is not None:
+            self.stop(self.last)
+
+    def stop(self, step: int) -> None:
+        """After a step, or when the watch closes: what there is until then is written."""
+        self._is_over = True
+        if self._root is not None:
+            self._root.remove()
+            self._root = None
+        profiler, self._profiler = self._profiler, None
+        if profiler is not None:
+            profiler.stop()
+            name = f"steps-{self.first}-{min(max(step, self.first), self.last)}{ENDING}"
+            self._submit(Trace(profiler, self._directory / name, self._report))

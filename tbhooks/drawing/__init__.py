@@ -1,0 +1,1 @@
+"""Numbers as text, heat maps and pixels. No torch."""

@@ -1,0 +1,166 @@
+"""Matrices as pictures in a page: colours, PNGs made by hand, and the SVG around them with names and a legend.
+
+The scale is viridis, which reads the same with any colour vision and in print; what is not finite has a
+colour that is not on it, and is said in words as well. Strings out; no file is opened here.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tbhooks.data.stats import Floats
+from tbhooks.drawing.text import is_wide, number
+
+Bytes = NDArray[np.uint8]
+
+_VIRIDIS = ((68, 1, 84), (71, 44, 122), (59, 81, 139), (44, 113, 142), (33, 144, 141), (39, 173, 129),
+            (92, 200, 99), (170, 220, 50), (253, 231, 37))  # fmt: skip
+NOT_FINITE = (255, 45, 60)
+LEVELS = 254
+_ABSENT, WRONG = 255, 254
+
+
+def _palette() -> bytes:
+    anchors = np.linspace(0, LEVELS - 1, len(_VIRIDIS))
+    ramp = [np.interp(np.arange(LEVELS), anchors, channel) for channel in zip(*_VIRIDIS, strict=True)]
+    colours = np.round(np.stack(ramp, axis=1)).astype(np.uint8).tobytes()
+    return colours + bytes(NOT_FINITE) + bytes((128, 128, 128))
+
+
+PALETTE = _palette()
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How numbers become colours: between the two ends, straight or by logarithm."""
+
+    low: float
+    high: float
+    logarithmic: bool
+
+    @classmethod
+    def of(cls, values: Floats) -> Scale:
+        known = values[np.isfinite(values)]
+        if is_wide(known):
+            positive = known[known > 0]
+            return cls(float(positive.min()), float(positive.max()), logarithmic=True)
+        if not len(known):
+            return cls(0.0, 0.0, logarithmic=False)
+        return cls(float(known.min()), float(known.max()), logarithmic=False)
+
+    @property
+    def words(self) -> str:
+        return f"{number(self.low)} to {number(self.high)}" + (", logarithmic" if self.logarithmic else "")
+
+    def levels(self, values: Floats) -> Bytes:
+        """The palette's number for each value; infinite ones and zeros on a logarithm go to the ends."""
+        with np.errstate(all="ignore"):
+            shown = np.log(np.maximum(values, self.low)) if self.logarithmic else values
+            ends = np.log([self.low, self.high]) if self.logarithmic else np.array([self.low, self.high])
+            span = ends[1] - ends[0]
+            share = (shown - ends[0]) / span if span > 0 else np.full(values.shape, 0.5) + 0 * values
+            level = np.clip(np.nan_to_num(share, nan=0.0, posinf=1.0, neginf=0.0), 0, 1) * (LEVELS - 1)
+        return np.where(np.isnan(values), _ABSENT, np.round(level)).astype(np.uint8)
+
+
+def picture(values: Floats, wrong: NDArray[np.bool_], scale: Scale) -> str:
+    """A matrix as a data URI, a pixel a number."""
+    levels = scale.levels(values)
+    levels[wrong] = WRONG
+    return "data:image/png;base64," + base64.b64encode(png(levels)).decode()
+
+
+def png(levels: Bytes) -> bytes:
+    """An image of palette numbers; what is absent is see-through."""
+    height, width = levels.shape
+    rows = np.zeros((height, width + 1), dtype=np.uint8)
+    rows[:, 1:] = levels
+    return b"\x89PNG\r\n\x1a\n" + b"".join([
+        chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 3, 0, 0, 0)),
+        chunk(b"PLTE", PALETTE),
+        chunk(b"tRNS", b"\xff" * _ABSENT + b"\x00"),
+        chunk(b"IDAT", zlib.compress(rows.tobytes(), 9)),
+        chunk(b"IEND", b""),
+    ])  # fmt: skip
+
+
+def chunk(name: bytes, content: bytes) -> bytes:
+    """A part of a PNG file."""
+    return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+
+
+# --- The SVG around it --------------------------------------------------------------------------------
+
+NAME_WIDTH, PLOT_WIDTH, AXIS_HEIGHT, SIDE, TOP = 240, 640, 22, 10, 6
+TALLEST_ROW, TALLEST_MAP, LABEL_EVERY, LONGEST_LABEL = 16, 1000, 12, 34
+
+
+def row_height(rows: int) -> int:
+    """As tall as reads well, lower where there are many."""
+    return min(max(TALLEST_MAP // max(rows, 1), 1), TALLEST_ROW)
+
+
+def svg(label: str, image: str, names: Sequence[str], hints: Sequence[str], steps: Sequence[int], row: int) -> str:
+    """A heat map: names to the left, steps below, a hint on each row where there are any."""
+    height = row * len(names)
+    box = f"0 -{TOP} {NAME_WIDTH + PLOT_WIDTH + SIDE} {TOP + height + AXIS_HEIGHT}"
+    size = f'width="{PLOT_WIDTH}" height="{height}" preserveAspectRatio="none"'
+    every = max(1, -(-LABEL_EVERY // row))
+    return "".join([
+        f'<svg role="img" aria-label="{html.escape(label)}" viewBox="{box}">',
+        f'<image x="{NAME_WIDTH}" y="0" {size} href="{image}"/>',
+        *(_name_beside(names[i], row * (i + 0.5)) for i in range(0, len(names), every)),
+        *(_hint_on(hint, row * i, row) for i, hint in enumerate(hints)),
+        _axis(steps, height),
+        "</svg>",
+    ])  # fmt: skip
+
+
+def _name_beside(name: str, middle: float) -> str:
+    return f'<text x="{NAME_WIDTH - 6}" y="{middle + 3.5:g}" text-anchor="end">{_label(name)}</text>'
+
+
+def _hint_on(hint: str, top: int, height: int) -> str:
+    area = f'x="0" y="{top}" width="{NAME_WIDTH + PLOT_WIDTH}" height="{height}"'
+    return f"<rect {area}><title>{html.escape(hint)}</title></rect>"
+
+
+def _label(name: str) -> str:
+    short = name if len(name) <= LONGEST_LABEL else name[:14] + "…" + name[-(LONGEST_LABEL - 15) :]
+    return html.escape(short)
+
+
+def _axis(steps: Sequence[int], height: int) -> str:
+    """Up to seven steps, each under the column it belongs to."""
+    n = len(steps)
+    chosen = sorted({round(i * (n - 1) / 6) for i in range(7)}) if n > 1 else [0]
+    words = []
+    for place, i in enumerate(chosen):
+        x = NAME_WIDTH + PLOT_WIDTH * (i + 0.5) / n
+        words.append(f'<text x="{x:.1f}" y="{height + 15}" text-anchor="middle">{_step(steps[i], place)}</text>')
+    return "".join(words)
+
+
+def _step(step: int, place: int) -> str:
+    return f"step {step}" if place == 0 else str(step)
+
+
+def legend(scale: Scale, *, wrong: bool) -> str:
+    """The scale's ends in numbers and its colours between them."""
+    ramp = np.arange(LEVELS, dtype=np.uint8)[None, ::4]
+    bar = "data:image/png;base64," + base64.b64encode(png(ramp)).decode()
+    colour = "#{:02x}{:02x}{:02x}".format(*NOT_FINITE)
+    marks = f' <span class="swatch" style="background:{colour}"></span> NaN or infinite inside' if wrong else ""
+    by = " (logarithmic)" if scale.logarithmic else ""
+    return (
+        f'<p class="legend">{number(scale.low)} <img class="ramp" alt="to" src="{bar}"> {number(scale.high)}{by}'
+        f"{marks}</p>"
+    )

@@ -1,0 +1,148 @@
+"""What a log directory holds of ours, from what TensorBoard lists of its tags: runs, kinds, sites, newest steps.
+
+No tensor is read here. A tag whose description does not read, or does not fit its name, is left out: anybody
+may write an event file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import Any
+
+from tensorboard.compat.proto import summary_pb2
+
+from tbhooks.data.frame import ALL_KINDS, CHANNEL, EVALUATION, Site
+from tbhooks.data.stats import QUANTILES, STATS
+from tbhooks.runs.stored_frames import Layout
+from tbhooks.sinks.tensorboard import PLUGIN
+from tbhooks.sinks.tensorboard.findings import DATA_TAG
+
+KINDS = (*ALL_KINDS, *(EVALUATION + kind for kind in ALL_KINDS), CHANNEL + "activation", CHANNEL + "weight")
+"""Every kind there can be, in the order they are listed."""
+_TAG = re.compile(rf"{PLUGIN}/(?P<kind>[a-z_.]+?)(?P<buckets>\.buckets)?(?:\.(?P<generation>[1-9]\d{{0,8}}))?")
+_HAS_RATIO = "update"
+
+
+@dataclass(frozen=True, slots=True)
+class Tag:
+    """One tag of frame tensors or findings, and how new its newest value is."""
+
+    name: str
+    last_step: int
+    last_time: float
+    sites: tuple[Site, ...] = ()
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of a run: its tags from the first to the newest generation, rows and buckets apart."""
+
+    name: str
+    rows: tuple[Tag, ...]
+    buckets: tuple[Tag, ...]
+
+    @cached_property
+    def sites(self) -> tuple[Site, ...]:
+        """In the order they were first seen; a later generation starts with the earlier one's list."""
+        if all(tag.sites == self.rows[-1].sites[: len(tag.sites)] for tag in self.rows):
+            return self.rows[-1].sites
+        return tuple(dict.fromkeys(site for tag in self.rows for site in tag.sites))
+
+    @cached_property
+    def position(self) -> dict[tuple[str, str], int]:
+        """The row of a site in the matrix, by path and index."""
+        return {(site.path, site.index): i for i, site in enumerate(self.sites)}
+
+    @property
+    def last_step(self) -> int:
+        return max(tag.last_step for tag in self.rows)
+
+    @property
+    def stats(self) -> list[str]:
+        """Which stats there are numbers of."""
+        of_rows = [name for name in STATS if name != "ratio" or self.name == _HAS_RATIO]
+        return of_rows + (list(QUANTILES) if self.buckets else [])
+
+
+@dataclass(frozen=True)
+class RunIndex:
+    """What one run holds of ours."""
+
+    name: str
+    kinds: Mapping[str, Kind] = field(default_factory=dict)
+    findings: Tag | None = None
+
+    @property
+    def _tags(self) -> list[Tag]:
+        own = [tag for kind in self.kinds.values() for tag in (*kind.rows, *kind.buckets)]
+        return own + ([self.findings] if self.findings is not None else [])
+
+    @property
+    def last_step(self) -> int:
+        return max(tag.last_step for tag in self._tags)
+
+    @property
+    def last_time(self) -> float:
+        return max(tag.last_time for tag in self._tags)
+
+
+def read(listing: Mapping[str, Mapping[str, Any]]) -> dict[str, RunIndex]:
+    """The runs that hold anything of ours, by name, from the data provider's list of our tensors."""
+    runs = {name: _run(name, series) for name, series in listing.items()}
+    return {name: run for name, run in sorted(runs.items()) if run.kinds or run.findings}
+
+
+def _run(name: str, series: Mapping[str, Any]) -> RunIndex:
+    # A tag is listed a moment before its first value is there.
+    filled = {tag: one for tag, one in series.items() if one.max_step is not None and one.max_wall_time is not None}
+    findings = None
+    if DATA_TAG in filled:
+        findings = Tag(DATA_TAG, filled[DATA_TAG].max_step, filled[DATA_TAG].max_wall_time)
+    return RunIndex(name, _kinds(filled), findings)
+
+
+def _kinds(series: Mapping[str, Any]) -> dict[str, Kind]:
+    found: dict[str, dict[bool, dict[int, Tag]]] = {}
+    for name, one in series.items():
+        match = _TAG.fullmatch(name)
+        if match is None or match["kind"] not in KINDS:
+            continue
+        layout = _layout(one.plugin_content)
+        if layout is None or layout.kind != match["kind"] or layout.buckets != bool(match["buckets"]):
+            continue
+        tag = Tag(name, one.max_step, one.max_wall_time, layout.sites)
+        found.setdefault(layout.kind, {}).setdefault(layout.buckets, {})[int(match["generation"] or 1)] = tag
+    return {
+        kind: Kind(kind, _by_generation(found[kind][False]), _by_generation(found[kind].get(True, {})))
+        for kind in KINDS
+        if False in found.get(kind, {})
+    }
+
+
+def _by_generation(tags: Mapping[int, Tag]) -> tuple[Tag, ...]:
+    return tuple(tags[generation] for generation in sorted(tags))
+
+
+@lru_cache(maxsize=512)
+def _layout(content: bytes) -> Layout | None:
+    """A description is the same at every poll, and takes a while to read."""
+    metadata = summary_pb2.SummaryMetadata(plugin_data=summary_pb2.SummaryMetadata.PluginData(content=content))
+    try:
+        layout = Layout.read(metadata)
+        _check_names(layout.sites)
+    except ValueError:
+        return None
+    return layout
+
+
+def _check_names(sites: Iterable[Site]) -> None:
+    """Raises ValueError for what no browser can ask for, or what one question would fit twice."""
+    known = set()
+    for site in sites:
+        site.name.encode()
+        if (site.path, site.index) in known:
+            raise ValueError(f"{site} is there twice")
+        known.add((site.path, site.index))

@@ -1,0 +1,158 @@
+"""What the tab's routes answer, as plain values and bytes: pure functions over what the store decoded.
+
+Names leave as they are: it is the page's part to show them as text and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tbhooks.data.frame import Finding, Site
+from tbhooks.data.jsonable import plain
+from tbhooks.data.stats import BUCKETS, INFS, LOWER, MAX, MIN, NANS, QUANTILES, STATS, UPPER, Counts
+from tbhooks.plugin.arrays import Histograms, Places, Rows, Stored
+from tbhooks.plugin.index import Kind, RunIndex
+from tbhooks.plugin.matrix import Matrix, common, quantile, row_stat
+
+MOST_NONFINITE = 100_000
+MOST_RIDGES = 60
+_SEVERITIES = ("error", "warning", "info")
+
+
+def matrix_bytes(names: dict[str, str], sites: Sequence[Site], rows: Rows, matrix: Matrix, after: int | None) -> bytes:
+    """The header's length, the header padded so that the numbers start at a multiple of 8, the numbers."""
+    later = slice(None) if after is None else rows.steps[matrix.at] > after
+    at, values = matrix.at[later], matrix.values[later]
+    pairs, more = _nonfinite(rows, at, sites)
+    header = {
+        **names, "sites": len(sites), "steps": rows.steps[at].tolist(), "times": plain(rows.times[at].tolist()),
+        "nonfinite": pairs, **({"nonfinite_more": True} if more else {}), **({"thinned": True} if rows.thinned else {}),
+    }  # fmt: skip
+    text = json.dumps(header, allow_nan=False, separators=(",", ":")).encode()
+    text += b" " * (-(4 + len(text)) % 8)
+    return len(text).to_bytes(4, "little") + text + np.ascontiguousarray(values, dtype="<f4").tobytes()
+
+
+def _nonfinite(rows: Rows, at: Places, sites: Sequence[Site]) -> tuple[list[list[int]], bool]:
+    """Cells whose tensor held NaN or infinity, as [step, site] among these steps, and whether there are more."""
+    bad = (rows.columns[NANS] > 0) | (rows.columns[INFS] > 0)
+    bad[:, [site.attention_stat is not None for site in sites]] = False  # masks are minus infinity there
+    pairs = np.argwhere(bad[at])
+    return pairs[:MOST_NONFINITE].tolist(), len(pairs) > MOST_NONFINITE
+
+
+def dumps(value: Any) -> bytes:
+    """JSON of plain ASCII, in which what JSON has no number for is a word."""
+    return json.dumps(plain(value), allow_nan=False, separators=(",", ":")).encode()
+
+
+def run_entry(run: RunIndex) -> dict[str, Any]:
+    """What a list of runs says about one."""
+    kinds = [
+        {
+            "kind": kind.name, "sites": len(kind.sites), "histograms": bool(kind.buckets),
+            "last_step": kind.last_step, "stats": kind.stats,
+        }
+        for kind in run.kinds.values()
+    ]  # fmt: skip
+    return {
+        "name": run.name, "kinds": kinds, "last_step": run.last_step, "last_time": run.last_time,
+        "findings": None if run.findings is None else 1,
+    }  # fmt: skip
+
+
+def distribution(kind: Kind, rows: Rows, histograms: Histograms, position: int, step: int) -> dict[str, Any] | None:
+    """A site's histogram and stats at the steps nearest to the one asked for; None if it was never seen."""
+    seen = np.flatnonzero(rows.seen[:, position])
+    if not len(seen):
+        return None
+    at = seen[_nearest(rows.steps[seen], step)]
+    answer: dict[str, Any] = {
+        "step": step, "row_step": int(rows.steps[at]), "histogram_step": None,
+        "stats": _row_stats(kind, rows.columns[:, at, position]), "edges": [], "counts": [],
+    }  # fmt: skip
+    drawn, which = _seen_with_histogram(rows, histograms, position)
+    if len(drawn):
+        near = _nearest(rows.steps[drawn], step)
+        row, counts = rows.columns[:, drawn[near], position, None], histograms.each[which[near]].of_site(position)[None]
+        edges, heights = trimmed(counts, row)
+        answer |= {"histogram_step": int(rows.steps[drawn[near]]), "edges": edges, "counts": heights[0]}
+        if drawn[near] == at:
+            answer["stats"] |= {name: float(quantile(name, row, counts)[0]) for name in QUANTILES}
+    return answer
+
+
+def _nearest(steps: NDArray[np.int64], wanted: int) -> int:
+    """The earlier one of two that are equally near."""
+    after = int(np.searchsorted(steps, wanted))
+    around = [i for i in (after - 1, after) if 0 <= i < len(steps)]
+    return min(around, key=lambda i: abs(int(steps[i]) - wanted))
+
+
+def _row_stats(kind: Kind, column: Stored) -> dict[str, float]:
+    return {name: float(row_stat(name, column[:, None])[0]) for name in kind.stats if name in STATS}
+
+
+def _seen_with_histogram(rows: Rows, histograms: Histograms, position: int) -> tuple[Places, Places]:
+    at, which = common(rows, histograms)
+    seen = rows.seen[at, position]
+    return at[seen], which[seen]
+
+
+def trimmed(counts: Counts, columns: Stored) -> tuple[list[float], list[list[int]]]:
+    """One set of edges for several histograms of a site, without empty ends and within the exact range of all."""
+    low, high = columns[MIN], columns[MAX]
+    known = np.isfinite(low) & np.isfinite(high) & (low <= high)
+    heights = np.where(known[:, None], counts, 0)
+    used = np.flatnonzero(heights.any(axis=0))
+    if not len(used):
+        return [], [[] for _ in heights]
+    first, last = int(used[0]), int(used[-1]) + 1
+    edges = np.append(LOWER[first:last], UPPER[last - 1])
+    return np.clip(edges, float(low[known].min()), float(high[known].max())).tolist(), heights[:, first:last].tolist()
+
+
+def history(kind: Kind, rows: Rows, histograms: Histograms, position: int) -> dict[str, Any]:
+    """Every stat of one site over the steps, its quantiles, and some of its histograms to draw behind each other."""
+    own, seen = rows.columns[:, :, position], rows.seen[:, position].tolist()
+    told = {name: row_stat(name, own).tolist() for name in kind.stats if name in STATS}
+    drawn, which = _seen_with_histogram(rows, histograms, position)
+    counts = np.array([histograms.each[i].of_site(position) for i in which], dtype=np.int64).reshape(-1, BUCKETS)
+    some = np.unique(np.linspace(0, len(drawn) - 1, min(len(drawn), MOST_RIDGES)).round().astype(np.intp))
+    edges, heights = trimmed(counts[some], own[:, drawn[some]])
+    return {
+        "steps": rows.steps.tolist(),
+        "stats": {
+            name: [x if known else None for x, known in zip(series, seen, strict=True)] for name, series in told.items()
+        },
+        "quantile_steps": rows.steps[drawn].tolist(),
+        "quantiles": {name: quantile(name, own[:, drawn], counts).tolist() for name in QUANTILES},
+        "ridges": {"steps": rows.steps[drawn[some]].tolist(), "edges": edges, "counts": heights},
+    }
+
+
+def findings(told: Sequence[Finding]) -> list[dict[str, Any]]:
+    """Each trouble once, the worst first and then by the step it began; the words are those it was last told in."""
+    troubles: dict[tuple[str, Site | None], list[Finding]] = {}
+    for finding in told:
+        troubles.setdefault((finding.rule, finding.site), []).append(finding)
+    entries = [_trouble(several) for several in troubles.values()]
+    return sorted(entries, key=lambda entry: (_SEVERITIES.index(entry["severity"]), entry["step"]))
+
+
+def _trouble(several: Sequence[Finding]) -> dict[str, Any]:
+    last, steps = several[-1], [finding.step for finding in several]
+    site = last.site
+    return {
+        "step": min(steps), "last_step": max(steps), "times": len(several), "rule": last.rule,
+        "severity": min((finding.severity for finding in several), key=_SEVERITIES.index),
+        "message": last.message, "evidence": dict(last.evidence),
+        "site": None if site is None else {
+            "path": site.path, "kind": site.kind, "index": site.index, "name": site.name,
+        },
+    }  # fmt: skip

@@ -1,0 +1,93 @@
+"""A tensor to half-octave bucket counts, on its own device.
+
+The bucket is read off the float's bits: sign, exponent and the top bit of the mantissa are counted as they are,
+and a small table says which bucket each belongs to. No range has to be known first, so there is no extra pass
+and no sync, and edges never move.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tbhooks.data.stats import BUCKETS, HALF_OCTAVES, LOWEST_EXPONENT, MIDDLE
+
+# One more than the real buckets: NaN and infinities are counted there and left behind.
+SLOTS = BUCKETS + 1
+REJECTED = BUCKETS
+
+# (integer of the same size, bits to shift away, exponent bits). The exponent of a float16 says too little about its
+# smallest numbers, so it is widened, as all other formats are.
+_LAYOUT = {
+    torch.float32: (torch.int32, 22, 8),
+    torch.float64: (torch.int64, 51, 11),
+    torch.bfloat16: (torch.int16, 6, 8),
+}
+# Counts of more elements than this would not be exact in float32.
+MOST = 1 << 24
+
+
+# On each device once, for each of the formats.
+_tables: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+
+def _table(like: Tensor) -> Tensor:
+    key = (like.dtype, like.device)
+    if key not in _tables:
+        with torch.inference_mode(False):
+            made = _bucket_of_bits(like.dtype)
+            # On a CPU the tensor could be of a class that makes its own kind.
+            on_host = like.device.type == "cpu"
+            _tables[key] = made if on_host else like.detach().new_empty(made.shape, dtype=made.dtype).copy_(made)
+    return _tables[key]
+
+
+def _bucket_of_bits(dtype: torch.dtype) -> Tensor:
+    """Bucket of every (sign, exponent, top mantissa bit), in the order of the shifted bits.
+
+    The shift is arithmetic: those of negative numbers are negative, and come first.
+    """
+    _, _, exponent_bits = _LAYOUT[dtype]
+    half = 1 << (exponent_bits + 1)
+    bias = (1 << (exponent_bits - 1)) - 1
+    bits = torch.arange(half, device="cpu")  # whatever the default device is
+    above = (bits - 2 * (bias + LOWEST_EXPONENT) + 1).clamp(0, HALF_OCTAVES)
+    infinite = bits >= half - 2
+    positive = torch.where(infinite, REJECTED, MIDDLE + above)
+    negative = torch.where(infinite, REJECTED, MIDDLE - above)
+    return torch.cat([negative, positive])
+
+
+def add_counts(numbers: Tensor, out: Tensor) -> None:
+    """Adds the bucket counts of a real, flat tensor to the `SLOTS` integers of `out`, in four launches.
+
+    One more for formats that are widened first. Temporaries: 4 bytes for each element, 8 if only deterministic
+    algorithms are allowed.
+    """
+    wide = numbers if numbers.dtype in _LAYOUT else numbers.float()
+    table = _table(wide)
+    for part in (wide,) if len(wide) <= MOST else torch.split(wide, MOST):
+        out.index_add_(0, table, _counts_of_bits(part, len(table)).to(out.dtype))
+
+
+def _counts_of_bits(numbers: Tensor, kinds: int) -> Tensor:
+    """How often each value of the leading bits occurs."""
+    integer, shift, _ = _LAYOUT[numbers.dtype]
+    bits = numbers.contiguous().view(integer)
+    if torch.are_deterministic_algorithms_enabled():  # which histc is not, as far as torch knows
+        index = torch.bitwise_right_shift(bits, shift, out=torch.empty_like(bits, dtype=torch.int64)).add_(kinds // 2)
+        return torch.zeros_like(index[:1]).expand(kinds).clone().index_add_(0, index, torch.ones_like(index))
+    leading = torch.bitwise_right_shift(bits, shift, out=torch.empty_like(bits, dtype=torch.float32))
+    return torch.histc(leading, kinds, -(kinds // 2), kinds // 2)
+
+
+def of_rows(numbers: Tensor) -> Tensor:
+    """The bucket counts of each row of a real matrix, as `SLOTS` 32-bit integers."""
+    wide = numbers if numbers.dtype in _LAYOUT else numbers.float()
+    integer, shift, _ = _LAYOUT[wide.dtype]
+    bits, table = wide.contiguous().view(integer), _table(wide)
+    kinds = len(table)
+    index = torch.bitwise_right_shift(bits, shift, out=torch.empty_like(bits, dtype=torch.int64)).add_(kinds // 2)
+    raw = wide.new_zeros((len(wide), kinds), dtype=torch.int32)
+    raw.scatter_add_(1, index, torch.ones_like(raw[:1, :1]).expand(index.shape))
+    return raw.new_zeros((len(wide), SLOTS)).index_add_(1, table, raw)

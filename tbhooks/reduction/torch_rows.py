@@ -1,0 +1,155 @@
+"""A tensor to one row with torch operations, on its own device: no sync, no data-dependent shape, nothing kept.
+
+The arithmetic is in the row's own type, float64 wherever the device has it, around the mean: a sum of squares
+in float32 would return variance 0 at mean 300, std 0.01, and overflow at 1e20. On a device a launch costs
+more than arithmetic: `reduce` makes six, and leaves to parts.py what concerns single numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from tbhooks.data.stats import COUNT, MAX, MIN, WIDTH, ZEROS
+from tbhooks.reduction.torch_private import look_up
+
+_STAND_INS = "tensors without numbers are recognised by an error that is counted"
+_FakeTensor: type = look_up("torch._subclasses.fake_tensor.FakeTensor", type(None), _STAND_INS)
+_is_of_functorch: Callable[[Tensor], bool] = look_up(
+    "torch._C._functorch.is_functorch_wrapped_tensor", lambda _: False, _STAND_INS
+)
+has_storage: Callable[[Tensor], bool] = look_up("torch._C._has_storage", lambda _: True, _STAND_INS)
+ORDINARY = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+
+
+def has_no_data(tensor: Tensor) -> bool:
+    """Stand-ins that deferred initialisation, tracing, export and torch.func use instead of numbers."""
+    return (
+        tensor.is_meta
+        or isinstance(tensor, _FakeTensor)
+        or bool(_is_of_functorch(tensor))
+        or (type(tensor) is Tensor and tensor.layout is torch.strided and not has_storage(tensor))  # batched
+    )
+
+
+def is_ordinary(tensor: Tensor) -> bool:
+    """A type and a number format for which every torch operation is there."""
+    return type(tensor) in (Tensor, Parameter) and tensor.dtype in ORDINARY
+
+
+def readable(tensor: Tensor) -> Tensor | None:
+    """The tensor's real numbers in one dimension; None where it holds none: integers, bools, quantised, nested."""
+    if tensor.is_nested or tensor.is_quantized or tensor.layout is not torch.strided or has_no_data(tensor):
+        return None
+    if tensor._is_zerotensor():  # autograd's way to say zeros without memory
+        tensor = torch.zeros_like(tensor)
+    if tensor.is_complex():
+        # In float32 the magnitude of a finite number can be infinite.
+        return flat(tensor.detach().to(torch.complex128).abs())
+    if not tensor.is_floating_point():
+        return None
+    return flat(tensor.detach().resolve_neg())
+
+
+def describe(tensor: Tensor) -> str:
+    """What a tensor is, for messages about why it could not be read."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if has_no_data(tensor):
+        return f"{dtype} tensor without data"
+    if tensor.is_nested:
+        return f"nested {dtype} tensor"
+    if any(placement.is_partial() for placement in getattr(tensor, "placements", ())):
+        return f"{dtype} tensor whose summands are on several ranks"
+    if type(tensor) not in (Tensor, Parameter):
+        return f"{type(tensor).__name__} of {dtype}"
+    return f"{dtype} tensor" if tensor.layout is torch.strided else f"{dtype} tensor of layout {tensor.layout}"
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """One dimension of dense memory, without a copy wherever it is dense in any order (channels_last, transposed)."""
+    if not tensor.is_contiguous():
+        tensor = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+    return tensor.reshape(-1).contiguous()
+
+
+def difference(after: Tensor, before: Tensor) -> Tensor:
+    """In half precision the difference itself would be rounded, so it is taken in float32; `before` is overwritten."""
+    if after.dtype.itemsize < 4:
+        return after.float() - before.float()
+    return torch.sub(after, before, out=before)
+
+
+def write_row(numbers: Tensor, out: Tensor) -> None:
+    """Reduces a real, flat tensor into the row `out`."""
+    if numbers.numel() == 0:
+        write_constant(out, count=0)
+        return
+    wide = numbers.to(out.dtype)
+    bad = wide.isfinite().logical_not()
+    n = numbers.numel() - bad.sum()
+    mean = wide.masked_fill(bad, 0.0).sum() / n.clamp(min=1)
+    deviation = (wide - mean).masked_fill(bad, 0.0)
+    nans = wide.isnan().sum()
+    columns = (
+        torch.full_like(n, numbers.numel()),
+        mean,
+        deviation.square().sum(),
+        wide.masked_fill(bad, torch.inf).amin(),
+        wide.masked_fill(bad, -torch.inf).amax(),
+        (wide == 0).sum(),
+        nans,
+        numbers.numel() - n - nans,
+        torch.zeros_like(n),
+    )
+    torch.stack([column.to(out.dtype) for column in columns], out=out)
+
+
+# For each type and device, as `limits` says.
+_constants: dict[tuple[torch.dtype, torch.dtype, torch.device, int], tuple[Tensor, Tensor]] = {}
+
+
+def reduce(numbers: Tensor, row_type: torch.dtype) -> list[Tensor]:
+    """What parts.py makes a row of, in six launches; along the last dimension, if there are several.
+
+    Temporaries: the type's own size and 4 * (1 + row_type.itemsize) bytes for each element.
+    """
+    numbers = numbers if numbers.dtype in ORDINARY else numbers.to(torch.float32)
+    largest, others = limits(numbers, row_type)
+    masked = torch.where(torch.le(numbers.abs(), largest), numbers, others)
+    variance, mean = torch.var_mean(masked[2], -1, correction=0)
+    return [torch.linalg.vector_norm(masked[1:], 0, -1), *torch.aminmax(masked[:2], dim=-1), variance, mean]
+
+
+def limits(like: Tensor, row_type: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Up to where an element counts in each of the four masks, and what stands for it if it does not."""
+    key = (like.dtype, row_type, like.device, like.dim())
+    if key not in _constants:
+        with torch.inference_mode(False):
+            shape = (4, *(1 for _ in like.shape))
+            # Filled on the device: a copy from the host would wait for it.
+            made = like.detach().new_empty if like.device.type != "cpu" else partial(torch.empty, device="cpu")
+            largest = made(shape, dtype=like.dtype).fill_(torch.finfo(like.dtype).max)
+            largest[3].fill_(torch.inf)
+            others = made(shape, dtype=row_type).fill_(0.0)
+            others[0].fill_(-torch.inf)
+            others[1].fill_(torch.inf)
+            _constants[key] = largest, others
+    return _constants[key]
+
+
+def write_constant(out: Tensor, count: int) -> None:
+    """The row of `count` zeros, which is the empty row when there are none."""
+    out.zero_()
+    if count == 0:
+        out[MIN].fill_(torch.inf)
+        out[MAX].fill_(-torch.inf)
+    else:
+        out[COUNT].fill_(count)
+        out[ZEROS].fill_(count)
+
+
+assert WIDTH == 9, "write_row writes the columns by position"

@@ -1,0 +1,115 @@
+"""Rows and buckets of CUDA tensors in two launches and one read, where Triton is installed.
+
+Each program reads stretches of the tensor and leaves one partial row, with moments about the mean of each
+stretch; a second launch of a single program merges them. All sums over elements are float32: of at most STRETCH
+numbers that are centred and scaled, so that neither a large mean nor a large exponent costs accuracy. float64 is
+used for a few numbers of each stretch only.
+
+The logic is tested with Triton's interpreter. That the kernels compile, what they cost, and that two streams may use
+them at once, only a GPU can prove.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tbhooks.data import stats
+
+TYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
+STRETCH = 4096
+# Enough for every multiprocessor there is to have several, few enough for one program to merge.
+MOST_PROGRAMS = 1024
+
+_lock = threading.Lock()
+_kernels: Any = None
+failure = ""
+"""Why torch operations serve although Triton is there: what it said when it first failed."""
+proven = False
+"""Whether it has worked in this process."""
+
+
+def can_read(tensor: Tensor) -> bool:
+    """Whether these kernels take it: CUDA, an ordinary format that is not float64, contiguous."""
+    return (
+        tensor.is_cuda
+        and tensor.dtype in TYPES
+        and type(tensor) is Tensor
+        and tensor.is_contiguous()
+        and tensor.numel() > 0
+        and not failure
+        and is_installed()
+    )
+
+
+def takes(tensor: Tensor) -> bool:
+    """Whether they can be relied on for all of it at once, where torch operations would need parts."""
+    return proven and can_read(tensor)
+
+
+@cache
+def is_installed() -> bool:
+    """Torch brings it along on Linux with CUDA."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def name() -> str:
+    """What reduces CUDA tensors here: "triton", or "torch" and why."""
+    if not is_installed():
+        return "torch"
+    return f"torch: {failure}" if failure else "triton"
+
+
+def reduce(numbers: Tensor, row: Tensor, counts: Tensor | None) -> bool:
+    """Writes the row and the buckets of a fresh record; False if that failed, now or before, and nothing was done.
+
+    The first call compiles, which takes seconds; what it raises is kept in `failure` and never raised again.
+    """
+    global failure, proven  # noqa: PLW0603 - of the process, as Triton's compiler is
+    if failure:
+        return False
+    try:
+        launch(numbers, row, counts)
+    except Exception as problem:  # no compiler, a driver too old, an architecture without a code generator
+        failure = f"{type(problem).__name__}: {problem}"
+        if counts is not None:
+            counts.zero_()  # the first launch may have added to them
+        return False
+    proven = True
+    return True
+
+
+def launch(numbers: Tensor, row: Tensor, counts: Tensor | None) -> None:
+    """The two launches, on the current stream. Temporaries: 64 bytes for each program."""
+    kernels = _load()
+    stretches = -(-numbers.numel() // STRETCH)
+    programs = min(stretches, MOST_PROGRAMS)
+    partial = torch.empty((programs, kernels.PARTIALS), dtype=torch.float64, device=numbers.device)
+    each = -(-stretches // programs)
+    kernels.partial_rows[(programs,)](
+        numbers, numbers.numel(), partial, row if counts is None else counts, each,
+        STRETCH=STRETCH, WITH_BUCKETS=counts is not None,
+    )  # fmt: skip
+    kernels.merge_rows[(1,)](partial, programs, row, PROGRAMS=_power_of_two(programs))
+
+
+def _power_of_two(n: int) -> int:
+    return max(16, 1 << (n - 1).bit_length())
+
+
+def _load() -> Any:
+    global _kernels  # noqa: PLW0603 - importing Triton takes a second, and most processes never need it
+    with _lock:
+        if _kernels is None:
+            from tbhooks.reduction import triton_kernels  # noqa: PLC0415
+
+            _kernels = triton_kernels
+    return _kernels
+
+
+assert stats.WIDTH == 9, "the merging kernel writes the columns by position"

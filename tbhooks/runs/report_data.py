@@ -1,0 +1,116 @@
+"""A run boiled down to what people look at: a few statistics of every site over the steps, and one document.
+
+The text report, the page and the comparison all show these grids, so that they cannot disagree. Numbers
+only: how they look is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from tbhooks.data import findings, grids, stats
+from tbhooks.data.findings import SEVERITIES
+from tbhooks.data.frame import ROOT, Finding, Frame, Site
+from tbhooks.data.grids import Grid
+from tbhooks.data.jsonable import plain
+from tbhooks.runs import Run
+from tbhooks.runs.scalars import Series
+
+__all__ = ["SEVERITIES", "Grid", "as_json", "by_severity", "document", "grids", "own_scalars"]
+
+DOCUMENT_VERSION = 1
+RETURNED_LOSS = "loss returned by the model"
+
+
+def run_grids(run: Run) -> list[Grid]:
+    """The telling statistics of every kind there is, in the order the kinds came."""
+    return grids.grids(run.frames)
+
+
+def own_scalars(run: Run) -> dict[str, Series]:
+    """What was logged besides the statistics of sites, the most telling first; a loss that the model returns, too."""
+    scalars = {**run.scalars, **_returned_losses(run)}
+    return {tag: scalars[tag] for tag in grids.own_scalars(scalars) if len(scalars[tag].steps)}
+
+
+def _returned_losses(run: Run) -> dict[str, Series]:
+    """The output `loss` of the whole model, as transformers' models have one: the mean over a step's forwards."""
+    found: dict[str, Series] = {}
+    for frames, kind, tag in ((run.training, "activation", RETURNED_LOSS), (run.evaluations, "eval.activation", "")):
+        name = Site(ROOT, kind, "[loss]").name
+        seen = [(frame.step, float(frame[name, kind].mean)) for frame in frames if (name, kind) in frame]
+        if seen:
+            steps, values = zip(*seen, strict=True)
+            made = Series(np.array(steps, dtype=np.int64), np.array(values, dtype=np.float64))
+            found[tag or f"{RETURNED_LOSS} in evaluation"] = made
+    return found
+
+
+def by_severity(run: Run) -> list[Finding]:
+    """The worst first, and of those the earliest."""
+    return findings.by_severity(run.findings)
+
+
+def document(run: Run) -> dict[str, Any]:
+    """The run for machines. Keys:
+
+    - `version`, `run` (the directory), `steps` (`first`, `last`, `logged`; null if there is none), `evaluations`
+    - `scalars`: by tag `count`, `first`, `last`, `min`, `max`, `last_step`
+    - `sites`: in execution order `path`, `kind`, `index`, `last_step`, and `stats` all statistics of the row there
+    - `findings`: the worst first, each as `Finding.to_dict` gives it
+    - `problems`: what was wrong with the files, in sentences
+
+    NaN and infinities are the strings "nan", "inf" and "-inf"; a statistic without a value is "nan".
+    """
+    steps = [frame.step for frame in run.training]
+    told: dict[str, Any] = plain({
+        "version": DOCUMENT_VERSION,
+        "run": str(run.directory),
+        "steps": {"first": steps[0], "last": steps[-1], "logged": len(steps)} if steps else None,
+        "evaluations": len(run.evaluations),
+        "scalars": {tag: _scalar(one) for tag, one in own_scalars(run).items()},
+        "sites": _sites(run),
+        "findings": [finding.to_dict() for finding in by_severity(run)],
+        "problems": list(run.problems),
+    })  # fmt: skip
+    return told
+
+
+def as_json(value: Mapping[str, Any]) -> str:
+    """One document; other programs' parsers know no NaN."""
+    return json.dumps(plain(value), allow_nan=False, indent=1)
+
+
+def _scalar(one: Series) -> dict[str, float | int]:
+    values = one.values
+    finite = values[np.isfinite(values)]
+    low, high = (float(finite.min()), float(finite.max())) if len(finite) else (math.nan, math.nan)
+    return {
+        "count": len(values), "first": float(values[0]), "last": float(values[-1]), "min": low, "max": high,
+        "last_step": int(one.steps[-1]),
+    }  # fmt: skip
+
+
+def _sites(run: Run) -> list[dict[str, Any]]:
+    newest: dict[Site, tuple[Frame, int]] = {}
+    for frame in {id(frame.sites): frame for frame in run.frames}.values():
+        for i, site in enumerate(frame.sites):
+            if site not in newest or newest[site][0].step < frame.step:
+                newest[site] = frame, i
+    told = []
+    columns: dict[int, dict[str, list[float]]] = {}
+    for site, (frame, i) in newest.items():
+        if id(frame) not in columns:
+            columns[id(frame)] = {name: function(frame.values).tolist() for name, function in stats.STATS.items()}
+        numbers = {name: column[i] for name, column in columns[id(frame)].items()}
+        if site.plain_kind != "update":
+            del numbers["ratio"]
+        told.append({
+            "path": site.path, "kind": site.kind, "index": site.index, "last_step": frame.step, "stats": numbers,
+        })  # fmt: skip
+    return told

@@ -1,0 +1,178 @@
+"""Frames into TensorBoard: one Event a step, through the user's own SummaryWriter.
+
+A second event file in the same run would hide the user's scalars under TensorBoard's Python loader,
+so nothing is opened beside what the user gave. Stock scalars and histograms are few and readable; the
+rest of the frame goes into one tensor a kind, for tools.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+from tensorboard.compat.proto import summary_pb2
+from tensorboard.summary.writer import record_writer
+
+from tbhooks.data.frame import Frame, Site
+from tbhooks.sinks.flush_hooks import drain_first
+from tbhooks.sinks.scalar_selection import places_of
+from tbhooks.sinks.tensorboard import artifacts, protobuf
+from tbhooks.sinks.tensorboard.event_files import event_file
+from tbhooks.sinks.tensorboard.event_writer import sender, use_fast_crc
+from tbhooks.sinks.tensorboard.findings import FindingWriter
+from tbhooks.sinks.tensorboard.frame_tensors import (
+    PLUGIN,
+    STORED_COLUMNS,
+    VERSION,
+    Layout,
+    decode_counts,
+    decode_values,
+    encode_counts,
+    encode_values,
+)
+from tbhooks.sinks.tensorboard.histograms import SiteHistograms
+from tbhooks.sinks.tensorboard.scalars import SiteScalars, Template, scalar_table
+
+__all__ = [
+    "PLUGIN", "STORED_COLUMNS", "VERSION", "TensorBoardSink", "decode_counts", "decode_values", "encode_counts",
+    "encode_values", "record_writer", "scalar_table", "use_fast_crc",
+]  # fmt: skip
+
+# Training and evaluation, with and without some branch: more than a few kinds of step no loop alternates between.
+MOST_PLANS = 8
+
+Key = TypeVar("Key")
+Made = TypeVar("Made")
+
+
+class TensorBoardSink:
+    """Writes to a torch or tensorboardX SummaryWriter, or to one of its own when given a directory."""
+
+    def __init__(self, writer: Any, scalars: object = "core") -> None:
+        self._scalars = scalar_table(scalars)
+        self._owned = isinstance(writer, str | Path)
+        self._writer = _open(writer) if self._owned else writer
+        self._events = self._writer._get_file_writer().event_writer
+        self._send = sender(self._writer)
+        self._file = event_file(self._writer, self.destination)
+        self._layouts: dict[str, Layout] = {}
+        self._plans = _Recent(self._plan)
+        self._templates = _Recent(Template)
+        self._findings = FindingWriter()
+        self._unhook: Callable[[], None] | None = None
+
+    @property
+    def destination(self) -> str:
+        """The run's directory."""
+        return str(getattr(self._writer, "log_dir", None) or self._writer.logdir)
+
+    def drain_before_close(self, drain: Callable[[], None]) -> None:
+        """Has `drain` called when the user flushes or closes the writer, so that nothing comes too late."""
+        if not self._owned:
+            self._unhook = drain_first(self._writer, drain, before=("flush", "close"))
+
+    def last_step(self) -> int | None:
+        """The newest step of an earlier start of this run; None if there is none."""
+        from tensorboard.backend.event_processing.event_file_loader import EventFileLoader  # noqa: PLC0415
+        from tensorboard.compat import tf  # noqa: PLC0415  only after a restart
+
+        files = tf.io.gfile.glob(f"{self.destination}/*tfevents*")
+        events = (event for file in files for event in EventFileLoader(file).Load())
+        ours = (
+            event.step for event in events if any(value.tag.startswith("tbhooks/") for value in event.summary.value)
+        )
+        return max(ours, default=None)
+
+    def write(self, frame: Frame) -> None:
+        """Hands the frame to the operating system. What fails is forgotten, and the next one goes behind it."""
+        found = self._findings.told
+        try:
+            self._file.mend()
+            summary = self._encoded(frame)
+            if not summary:
+                return
+            if self.is_closed:
+                raise OSError("the SummaryWriter was closed before the watch")
+            self._send(protobuf.event(frame.time, frame.step, summary))
+            self._file.hand_over()
+        except Exception:
+            self._file.failed()
+            self._findings.told = found
+            for layout in self._layouts.values():  # the description of a tag may have been in what was lost
+                layout.describe_again()
+            raise
+
+    def flush(self) -> None:
+        if not self.is_closed:
+            self._events.flush()
+
+    def close(self) -> None:
+        if self._unhook is not None:
+            self._unhook()
+        if self._owned:
+            self._writer.close()
+        else:
+            self.flush()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the user has closed what it writes to."""
+        inner = getattr(self._events, "_async_writer", self._events)
+        return bool(getattr(inner, "_closed", False))
+
+    def _encoded(self, frame: Frame) -> bytes:
+        """The frame's summary: first what there is much of, as bytes; then the rest, as protobuf makes it."""
+        plan, rest = self._plans[frame.sites], summary_pb2.Summary()
+        plan.add_tensors(frame, rest)
+        self._findings.add(frame.findings, rest)
+        if frame.exhibits:
+            run = artifacts.Run(self.destination, frame.time, frame.step, self._send, self.flush, self._layouts)
+            artifacts.write(frame.exhibits, rest, run)
+        logged = self._templates[tuple(frame.scalars)].filled(np.array(list(frame.scalars.values()), dtype=np.float64))
+        parts = (logged, plan.scalars.encoded(frame), plan.histograms.encoded(frame), rest.SerializeToString())
+        return b"".join(parts)
+
+    def _plan(self, sites: tuple[Site, ...]) -> _Plan:
+        return _Plan(sites, SiteScalars(sites, self._scalars), self._layouts)
+
+
+class _Plan:
+    """Everything about a list of sites that is the same in every step that has just these."""
+
+    def __init__(self, sites: tuple[Site, ...], scalars: SiteScalars, layouts: dict[str, Layout]) -> None:
+        self.scalars = scalars
+        self.histograms = SiteHistograms(sites)
+        self._kinds = []
+        for kind in dict.fromkeys(site.kind for site in sites):
+            rows = [i for i, site in enumerate(sites) if site.kind == kind]
+            layout = layouts.setdefault(kind, Layout(kind))
+            self._kinds.append((layout, places_of(rows), layout.places([sites[i] for i in rows])))
+
+    def add_tensors(self, frame: Frame, summary: summary_pb2.Summary) -> None:
+        for layout, rows, places in self._kinds:
+            layout.add(frame, rows, places, summary)
+
+
+class _Recent(Generic[Key, Made]):
+    """What was made of the last few keys. They are compared, not hashed: most are the last one, site by site."""
+
+    def __init__(self, make: Callable[[Key], Made]) -> None:
+        self._make = make
+        self._kept: list[tuple[Key, Made]] = []
+
+    def __getitem__(self, key: Key) -> Made:
+        found = next((i for i, (known, _) in enumerate(self._kept) if known == key), None)
+        made = (key, self._make(key)) if found is None else self._kept.pop(found)
+        self._kept.insert(0, made)
+        del self._kept[MOST_PLANS:]
+        return made[1]
+
+
+def _open(directory: str | Path) -> Any:
+    from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415  slow to import, and not always needed
+
+    where = str(directory)
+    # Every record opens the file anew: a later chdir must not send it elsewhere.
+    return SummaryWriter(where if "://" in where else str(Path(where).expanduser().absolute()))

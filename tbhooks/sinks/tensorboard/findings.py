@@ -1,0 +1,78 @@
+"""Findings as TensorBoard stores them: text that its TEXT tab shows, and data that reads back as Findings.
+
+The text is markdown to TensorBoard, so whatever comes from a model (names, messages) is escaped to stay
+text. Nothing here opens a file, and nothing read here is executed.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from tensorboard.compat.proto import summary_pb2
+
+from tbhooks.data.frame import Finding, Site
+from tbhooks.data.jsonable import number, plain
+from tbhooks.sinks.tensorboard.texts import metadata, strings
+
+DATA_TAG = "tbhooks/findings"
+TEXT_TAG = "tbhooks/findings/text_summary"
+_MARKDOWN = re.compile(r"([\\`*_{}\[\]()#+\-.!|])")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]+")
+
+
+class FindingWriter:
+    """Adds a frame's findings to its event: always as data, as text only the first time a rule meets a site."""
+
+    def __init__(self) -> None:
+        self.told: frozenset[tuple[str, Site | None]] = frozenset()
+        """What there is a text of already."""
+
+    def add(self, findings: Sequence[Finding], summary: summary_pb2.Summary) -> None:
+        if not findings:
+            return
+        summary.value.add(tag=DATA_TAG, tensor=strings([encode(findings)]), metadata=metadata("tbhooks"))
+        new = {(finding.rule, finding.site): finding for finding in reversed(findings)}
+        fresh = [finding for key, finding in reversed(new.items()) if key not in self.told]
+        self.told |= new.keys()
+        if fresh:
+            text = "\n\n".join(map(markdown, fresh)).encode(errors="replace")
+            summary.value.add(tag=TEXT_TAG, tensor=strings([text]), metadata=metadata("text"))
+
+
+def markdown(finding: Finding) -> str:
+    """A finding as one paragraph whose only markup is ours."""
+    return f"**{_plain_text(finding.severity)}**, step {finding.step}: {_plain_text(finding.message)}"
+
+
+def _plain_text(text: str) -> str:
+    # Entities after backslashes: a backslash before "&lt;" would show.
+    return html.escape(_MARKDOWN.sub(r"\\\1", _CONTROL.sub(" ", text)), quote=False)
+
+
+def encode(findings: Sequence[Finding]) -> bytes:
+    """Findings as JSON; NaN and infinities are words, as in the JSONL sink."""
+    return json.dumps([plain(finding.to_dict()) for finding in findings], allow_nan=False).encode()
+
+
+def decode(content: bytes) -> tuple[Finding, ...]:
+    """Findings from JSON; raises ValueError for anything else."""
+    try:
+        return tuple(_finding(data) for data in json.loads(content))
+    except (LookupError, TypeError, AttributeError, RecursionError) as problem:
+        raise ValueError(f"not a list of findings: {problem!r}") from problem
+
+
+def _finding(data: Any) -> Finding:
+    evidence = {key: number(x) for key, x in data["evidence"].items()}
+    finding = Finding.from_dict({**data, "evidence": evidence})
+    site = finding.site
+    texts = (finding.rule, finding.message, *((site.path, site.kind, site.index) if site else ()))
+    if not all(isinstance(text, str) for text in texts) or not isinstance(finding.step, int):
+        raise TypeError("a field of the wrong type")
+    if finding.severity not in ("info", "warning", "error"):
+        raise TypeError(f"severity {finding.severity!r}")
+    return finding

@@ -1,0 +1,155 @@
+"""Stock histograms: bucket counts as TensorBoard draws them, all of a step's as bytes.
+
+TensorBoard draws 30 bars over a linear axis and lines at nine percentiles. Buckets are joined where neither
+could show the difference; the full counts are in the frame tensors. Every edge lies within the exact finite
+range, which both of TensorBoard's loaders draw right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import compress
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from tensorboard.compat.proto import summary_pb2
+
+from tbhooks.data import stats
+from tbhooks.data.frame import Frame, Site
+from tbhooks.data.stats import BUCKETS, M2, MAX, MEAN, MIN, Counts, Floats
+from tbhooks.sinks.scalar_selection import HISTOGRAM_KINDS, places_of
+from tbhooks.sinks.tensorboard import protobuf
+
+# A bar of TensorBoard's is a thirtieth of a range that is at least as wide as the largest magnitude.
+NARROW_SHARE = 2.0**-5
+# Joined buckets lie between two of these quantiles (in 256ths), so that percentiles and tails stay where they are.
+QUANTILES = (1, 4, 8, *range(16, 256, 16), 248, 252, 255)
+
+Flags = NDArray[np.bool_]
+
+_FARTHEST = np.maximum(np.abs(stats.LOWER), np.abs(stats.UPPER))
+# How many of the quantiles so many 256ths have reached.
+_PASSED = np.searchsorted(QUANTILES, np.arange(257), side="right").astype(np.int8)
+_MOMENTS = ("min", "max", "num", "sum", "sum_squares")
+_MOMENT_KEYS = [protobuf.double_key(summary_pb2.HistogramProto, name) for name in _MOMENTS]
+_MOMENT_TYPE = np.dtype([(f"{part}{i}", kind) for i in range(5) for part, kind in (("key", "S1"), ("value", "<f8"))])
+_HISTO = protobuf.delimited_key(summary_pb2.Summary.Value, "histo")
+_LIMITS = protobuf.delimited_key(summary_pb2.HistogramProto, "bucket_limit")
+_HEIGHTS = protobuf.delimited_key(summary_pb2.HistogramProto, "bucket")
+
+
+class SiteHistograms:
+    """The histograms of a list of sites."""
+
+    def __init__(self, sites: Sequence[Site]) -> None:
+        rows = [i for i, site in enumerate(sites) if site.plain_kind in HISTOGRAM_KINDS]
+        self._rows = places_of(rows)
+        self._names = [protobuf.tag_field(str(sites[i])) for i in rows]
+
+    def encoded(self, frame: Frame) -> bytes:
+        """A row with nothing finite has none: one infinite edge would blank its card for all steps."""
+        if not frame.buckets.shape[1]:
+            return b""
+        names, values, counts = self._names, frame.values[self._rows], frame.buckets[self._rows]
+        drawn = stats.finite(values) > 0
+        if not drawn.all():
+            names, values, counts = list(compress(names, drawn)), values[drawn], counts[drawn]
+        return b"".join(_pieces(names, _moments(values), _bars(values, counts))) if names else b""
+
+
+class _Bars(NamedTuple):
+    """The bars of all rows, one row after the other."""
+
+    limits: Floats
+    heights: Floats
+    lengths: NDArray[np.intp]
+
+
+def _bars(values: Floats, counts: Counts) -> _Bars:
+    columns = _worth_a_look(counts)
+    counts = counts[:, columns]
+    starts = _starts(values, counts, _FARTHEST[columns])
+    places = np.flatnonzero(starts)
+    lengths = np.count_nonzero(starts, axis=1)
+    # What lies between the last bar of a row and the first of the next is empty and adds nothing.
+    heights = np.add.reduceat(counts.ravel(), places)
+    limits = np.append(stats.UPPER[columns][(places[1:] - 1) % len(columns)], 0.0)
+    limits[np.cumsum(lengths) - 1] = values[:, MAX]
+    return _Bars(limits, heights.astype(np.float64), lengths)
+
+
+def _worth_a_look(counts: Counts) -> NDArray[np.intp]:
+    """Buckets that any row uses and their neighbours; what lies between two neighbours is empty like them."""
+    used: Flags = np.any(counts, axis=0)
+    near = used.copy()
+    near[1:] |= used[:-1]
+    near[:-1] |= used[1:]
+    return np.flatnonzero(near) if near.any() else np.array([0])
+
+
+def _starts(values: Floats, counts: Counts, farthest: Floats) -> Flags:
+    """At which buckets a bar starts; those before the first and after the last that is used belong to none."""
+    empty = counts == 0
+    first, last = empty.argmin(axis=1), counts.shape[1] - 1 - empty[:, ::-1].argmin(axis=1)
+    narrow = NARROW_SHARE * np.maximum(np.abs(values[:, MIN]), np.abs(values[:, MAX]))
+    free = (narrow[:, None] >= farthest) & ~_crosses_a_quantile(counts)
+    starts = np.ones(counts.shape, dtype=np.bool_)
+    starts[:, 1:] = ~(free[:, 1:] & free[:, :-1] | empty[:, 1:] & empty[:, :-1])
+    starts[np.arange(len(counts)), first] = True
+    position = np.arange(counts.shape[1])
+    starts &= (position >= first[:, None]) & (position <= last[:, None])
+    return starts
+
+
+def _crosses_a_quantile(counts: Counts) -> Flags:
+    below = np.cumsum(counts, axis=1).astype(np.float64)
+    between = _PASSED[(256 * below / np.maximum(below[:, -1:], 1.0)).astype(np.int16)]
+    crosses: Flags = between != 0
+    crosses[:, 1:] = between[:, 1:] != between[:, :-1]
+    return crosses
+
+
+def _moments(values: Floats) -> NDArray[np.void]:
+    n = stats.finite(values)
+    moments = np.empty(len(values), dtype=_MOMENT_TYPE)
+    with np.errstate(over="ignore", invalid="ignore"):
+        sums = n * values[:, MEAN]
+        squares = values[:, M2] + n * np.square(values[:, MEAN])
+    for i, column in enumerate((values[:, MIN], values[:, MAX], n, sums, squares)):
+        moments[f"key{i}"], moments[f"value{i}"] = _MOMENT_KEYS[i], column
+    return moments
+
+
+class _Heads(NamedTuple):
+    """What a histogram of so many bars has before its moments, its limits and its heights, and how long it is."""
+
+    histogram: bytes
+    limits: bytes
+    heights: bytes
+    length: int
+
+
+@lru_cache(maxsize=BUCKETS)
+def _heads(bars: int) -> _Heads:
+    size = protobuf.varint(8 * bars)
+    limits, heights = _LIMITS + size, _HEIGHTS + size
+    length = _MOMENT_TYPE.itemsize + len(limits) + len(heights) + 16 * bars
+    histogram = _HISTO + protobuf.varint(length)
+    return _Heads(histogram, limits, heights, len(histogram) + length)
+
+
+def _pieces(names: Sequence[bytes], moments: NDArray[np.void], bars: _Bars) -> list[bytes]:
+    texts, step = moments.tobytes(), _MOMENT_TYPE.itemsize
+    limits, heights = bars.limits.astype("<f8").tobytes(), bars.heights.astype("<f8").tobytes()
+    pieces: list[bytes] = []
+    at = start = 0
+    for name, length in zip(names, bars.lengths.tolist(), strict=True):
+        heads, end = _heads(length), at + 8 * length
+        pieces += (
+            protobuf.VALUE, protobuf.varint(len(name) + heads.length), name, heads.histogram,
+            texts[start : start + step], heads.limits, limits[at:end], heads.heights, heights[at:end],
+        )  # fmt: skip
+        at, start = end, start + step
+    return pieces

@@ -1,0 +1,65 @@
+"""The norm of many tensors is that of all their elements together, in float64."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tbhooks.capture.step.grad_norm import total_norm
+from tests.support import fake_device, reference
+
+pytestmark = pytest.mark.usefixtures("both_kernels")
+
+
+def expected(tensors: list[Tensor]) -> float:
+    return float(np.linalg.norm(np.concatenate([reference.to_numpy(tensor).ravel() for tensor in tensors])))
+
+
+@given(
+    sizes=st.lists(st.integers(0, 300), min_size=1, max_size=6),
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]),
+    scale=st.sampled_from([1e-3, 1.0, 1e3]),
+    shift=st.sampled_from([0.0, 100.0]),
+)
+def test_it_is_that_of_all_elements(sizes: list[int], dtype: torch.dtype, scale: float, shift: float) -> None:
+    tensors = [(torch.randn(size) * scale + shift).to(dtype) for size in sizes]
+    assert float(total_norm(tensors)) == pytest.approx(expected(tensors), rel=1e-6)
+
+
+def test_squares_that_half_precision_cannot_hold_are_summed_all_the_same() -> None:
+    tensors = [torch.full((64, 64), 6e4, dtype=torch.float16), torch.full((3,), 3e38)]
+    assert float(total_norm(tensors)) == pytest.approx(expected(tensors), rel=1e-5)
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_one_bad_element_shows(bad: float) -> None:
+    tensors = [torch.ones(10), torch.tensor([1.0, bad]), torch.ones(3)]
+    found = float(total_norm(tensors))
+    assert math.isnan(found) if math.isnan(bad) else math.isinf(found)
+
+
+def test_layouts_and_sparse_tensors_count_their_elements_once() -> None:
+    torch.manual_seed(0)
+    wide = torch.randn(6, 8)
+    twice = torch.sparse_coo_tensor(torch.tensor([[0, 0, 2]]), torch.tensor([1.0, 2.0, 3.0]), (4,))
+    tensors = [
+        wide.t(),
+        wide[:, ::2],
+        wide.expand(2, 6, 8),
+        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    ]
+    assert float(total_norm([*tensors, twice])) == pytest.approx(expected([*tensors, twice.to_dense()]), rel=1e-6)
+
+
+def test_on_a_device_nothing_is_waited_for() -> None:
+    with fake_device.Log() as record:
+        norm = total_norm([fake_device.put(torch.full((3,), 2.0)), fake_device.put(torch.full((1,), 2.0))])
+        assert record.syncs == 0
+        assert not record.copies
+    assert float(norm) == pytest.approx(4.0)

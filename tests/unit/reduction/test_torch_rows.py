@@ -1,0 +1,246 @@
+"""A tensor of any type, shape and layout reduces to the row that the float64 reference would give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tbhooks.capture import recorder as buffer
+from tbhooks.capture.recorder import Recorder
+from tbhooks.data.frame import KINDS, Reading, Site
+from tbhooks.reduction import torch_rows
+from tests.support import reference
+from tests.unit.data.test_stats import assert_same_stats
+
+pytestmark = pytest.mark.usefixtures("both_kernels")
+
+SITE = Site("layer", "activation")
+
+REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2)
+NARROW = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def reduced(*tensors: Tensor) -> Reading:
+    """What a frame says of tensors that one site gave in one step."""
+    recorder = Recorder(KINDS)
+    recorder.begin(with_buckets=True)
+    for tensor in tensors:
+        assert recorder.record(recorder.number(SITE), tensor) is not None
+    return recorder.pack(step=0, rank=0).frames()[-1]["layer", "activation"]
+
+
+def assert_reduces(tensor: Tensor, **tolerance: float) -> None:
+    reading = reduced(tensor)
+    assert_same_stats(lambda name: getattr(reading, name), reference.to_numpy(tensor), **tolerance)
+
+
+def every_value(dtype: torch.dtype) -> Tensor:
+    """All bit patterns of a narrow type, NaN and infinities included."""
+    bits = 8 * dtype.itemsize
+    integers = torch.arange(2**bits) - 2 ** (bits - 1)
+    return integers.to(torch.int8 if bits == 8 else torch.int16).view(dtype)
+
+
+# --- Nasty numbers --------------------------------------------------------------------------------
+
+Rng = np.random.Generator
+
+
+def _sprinkled(rng: Rng, n: int) -> Any:
+    values = rng.normal(size=n)
+    values[rng.random(n) < 0.2] = np.nan
+    values[rng.random(n) < 0.2] = np.inf
+    values[rng.random(n) < 0.2] = -np.inf
+    return values
+
+
+def _outlier(rng: Rng, n: int) -> Any:
+    values = rng.normal(size=n)
+    values[n // 2 : n // 2 + 1] = 1e20
+    return values
+
+
+DISTRIBUTIONS: dict[str, Callable[[Rng, int], Any]] = {
+    "normal": lambda rng, n: rng.normal(size=n),
+    "large_mean": lambda rng, n: rng.normal(1e4, 1e-2, n),
+    "denormal": lambda rng, n: rng.normal(0, 1e-40, n),
+    "half_denormal": lambda rng, n: rng.normal(0, 1e-6, n),
+    "equal": lambda rng, n: np.full(n, rng.normal()),
+    "outlier": _outlier,
+    "sprinkled": _sprinkled,
+    "all_nan": lambda rng, n: np.full(n, np.nan),
+    "all_infinite": lambda rng, n: np.where(rng.random(n) < 0.5, np.inf, -np.inf),
+    "relu": lambda rng, n: np.maximum(rng.normal(size=n), 0),
+    "signed_zeros": lambda rng, n: np.where(rng.random(n) < 0.5, 0.0, -0.0),
+    "huge": lambda rng, n: rng.normal(0, 1e37, n),
+}
+
+
+def _every_second(x: Tensor) -> Tensor:
+    return torch.stack([x, torch.zeros_like(x)], dim=-1).flatten(-2)[..., ::2] if x.dim() else x
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda x: x,
+    "transposed": lambda x: x.transpose(0, -1) if x.dim() > 1 else x,
+    "sliced": _every_second,
+    "offset": lambda x: x.reshape(-1)[1:],
+    "channels_last": lambda x: x.to(memory_format=torch.channels_last) if x.dim() == 4 else x,
+    "expanded": lambda x: x.unsqueeze(-1).expand(*x.shape, 3),
+    "expanded_in_front": lambda x: x.expand(4, *x.shape),
+}
+
+SHAPES = st.one_of(
+    st.lists(st.integers(0, 5), max_size=5).map(tuple),
+    st.sampled_from([(), (0,), (1,), (1, 1, 1), (3, 0, 2), (2, 3, 4, 5), (997,), (40, 50)]),
+)
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+def tensor_of(shape: tuple[int, ...], dtype: torch.dtype, distribution: str, layout: str, seed: int) -> Tensor:
+    rng = np.random.default_rng(seed)
+    n = int(np.prod(shape, dtype=np.int64))
+
+    def draw() -> Tensor:
+        return torch.tensor(DISTRIBUTIONS[distribution](rng, n), dtype=torch.float64).reshape(shape)
+
+    wide = torch.complex(draw(), draw()) if dtype.is_complex else draw()
+    return LAYOUTS[layout](wide.to(dtype))
+
+
+# --- The promise ----------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=100)
+@given(SHAPES, st.sampled_from(REAL), st.sampled_from([*DISTRIBUTIONS]), st.sampled_from([*LAYOUTS]), SEEDS)
+@example((2, 3, 8, 8), torch.float32, "normal", "channels_last", 0)
+@example((), torch.float16, "sprinkled", "contiguous", 0)
+@example((0, 4), torch.float8_e5m2, "normal", "expanded", 0)
+def test_every_statistic_equals_the_reference(
+    shape: tuple[int, ...], dtype: torch.dtype, distribution: str, layout: str, seed: int
+) -> None:
+    assert_reduces(tensor_of(shape, dtype, distribution, layout, seed))
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("dtype", REAL, ids=str)
+def test_every_type_with_every_distribution(dtype: torch.dtype, distribution: str) -> None:
+    assert_reduces(tensor_of((17, 5, 13), dtype, distribution, "transposed", seed=1))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [*REAL, torch.complex64], ids=str)
+def test_every_type_in_every_layout(dtype: torch.dtype, layout: str) -> None:
+    assert_reduces(tensor_of((2, 3, 4, 5), dtype, "sprinkled", layout, seed=2), exact_rel=1e-6 * dtype.is_complex)
+
+
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_every_value_a_narrow_type_has(dtype: torch.dtype) -> None:
+    assert_reduces(every_value(dtype))
+
+
+@settings(deadline=None, max_examples=50)
+@given(SHAPES, st.sampled_from(["normal", "equal", "sprinkled", "all_nan", "relu", "outlier"]), SEEDS)
+def test_complex_numbers_count_by_their_magnitude(shape: tuple[int, ...], distribution: str, seed: int) -> None:
+    tensor = tensor_of(shape, torch.complex64, distribution, "contiguous", seed)
+    assert_reduces(tensor, exact_rel=1e-6)
+    assert_reduces(tensor.to(torch.complex128), exact_rel=1e-12)
+
+
+@pytest.mark.parametrize("distribution", ["large_mean", "denormal", "beyond_float32"])
+def test_complex_magnitudes_are_as_exact_as_real_numbers(distribution: str) -> None:
+    if distribution == "beyond_float32":
+        tensor = torch.full((3,), 3e38 + 3e38j, dtype=torch.complex64)
+    else:
+        tensor = tensor_of((500,), torch.complex64, distribution, "contiguous", 0)
+    assert_reduces(tensor, exact_rel=1e-6)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 400), st.integers(1, 50), st.sampled_from(REAL), st.sampled_from([*DISTRIBUTIONS]), SEEDS)
+def test_a_tensor_read_in_parts_gives_the_same(
+    n: int, part: int, dtype: torch.dtype, distribution: str, seed: int
+) -> None:
+    tensor = tensor_of((n,), dtype, distribution, "contiguous", seed)
+    whole = reduced(tensor)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(buffer, "PART", part)
+        assert_reduces(tensor)
+        assert np.array_equal(reduced(tensor).counts, whole.counts)
+
+
+def test_a_long_tensor_takes_as_many_records_as_it_has_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buffer, "PART", 10)
+    monkeypatch.setattr(buffer, "MOST_COUNT", 10)  # the C kernel needs no temporaries, and so no smaller parts
+    recorder = Recorder(KINDS)
+    recorder.begin(with_buckets=False)
+    assert recorder.record(recorder.number(SITE), torch.zeros(10)) == (0, 0, 1)
+    assert recorder.record(recorder.number(SITE), torch.zeros(5, 5)) == (0, 1, 4)
+
+
+def test_a_parameter_that_needs_grad_is_read_without_a_graph() -> None:
+    weight = torch.nn.Parameter(torch.randn(4, 4))
+    assert_reduces(weight)
+    assert_reduces((weight * 2).T)
+    assert weight.grad is None
+
+
+def test_reading_changes_no_element_and_no_version() -> None:
+    tensor = tensor_of((50,), torch.float32, "sprinkled", "contiguous", 0)
+    before, version = tensor.clone(), tensor._version
+    reduced(tensor)
+    assert torch.equal(tensor.view(torch.int32), before.view(torch.int32))
+    assert tensor._version == version
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_sums_that_overflow_a_half_do_not_overflow_here(dtype: torch.dtype) -> None:
+    assert_reduces(torch.full((5000,), 60000.0, dtype=dtype))
+
+
+def test_a_single_value_has_no_spread() -> None:
+    reading = reduced(torch.tensor(0.1))
+    assert reading.std == 0.0
+    assert reading.mean == reading.min == reading.max == reading.p50 == float(np.float32(0.1))
+
+
+# --- What cannot be read --------------------------------------------------------------------------
+
+UNREADABLE: dict[str, Callable[[], Tensor]] = {
+    "int64 tensor": lambda: torch.arange(4),
+    "bool tensor": lambda: torch.tensor([True, False]),
+    "uint8 tensor": lambda: torch.zeros(2, dtype=torch.uint8),
+    "quint8 tensor": lambda: torch.quantize_per_tensor(torch.randn(4), 0.1, 0, torch.quint8),
+    "nested float32 tensor": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "float32 tensor of layout torch.sparse_csr": lambda: torch.eye(3).to_sparse_csr(),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("what", UNREADABLE)
+def test_what_holds_no_real_numbers_is_described_and_takes_no_record(what: str) -> None:
+    recorder = Recorder(KINDS)
+    recorder.begin(with_buckets=True)
+    tensor = UNREADABLE[what]()
+    assert recorder.record(recorder.number(SITE), tensor) is None
+    assert recorder.pack(0, 0).frames() == []
+    assert torch_rows.describe(tensor) == what
+
+
+# --- No copy where none is needed -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "offset", "channels_last"])
+def test_dense_memory_is_flattened_in_place(layout: str) -> None:
+    tensor = tensor_of((2, 3, 4, 5), torch.float32, "normal", layout, 0)
+    flat = torch_rows.flat(tensor)
+    assert flat.dim() == 1
+    assert flat.data_ptr() == tensor.data_ptr()
+    assert sorted(flat.tolist()) == sorted(tensor.flatten().tolist())

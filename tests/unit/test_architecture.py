@@ -1,0 +1,314 @@
+"""The parts of the package know only what they should, and stay small."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import tbhooks
+
+PACKAGE = Path(tbhooks.__file__).parent
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+# The layers, by folder, and the folders that each may import. The picture is in CONTRIBUTING.md.
+ANY = None
+LAYERS: dict[str, frozenset[str] | None] = {
+    "data": frozenset(),
+    "drawing": frozenset({"data"}),
+    "reduction": frozenset({"data"}),
+    "capture": frozenset({"data", "reduction"}),
+    "collectors": frozenset({"data", "drawing", "reduction", "capture"}),
+    "distributed": frozenset({"data", "capture"}),
+    "rules": frozenset({"data"}),
+    "sinks": frozenset({"data", "drawing"}),
+    "delivery": frozenset({"data", "sinks"}),
+    "runs": frozenset({"data", "sinks"}),
+    "api": frozenset(
+        {"data", "drawing", "reduction", "capture", "collectors", "distributed", "rules", "sinks", "delivery"}
+    ),
+    "views": frozenset({"data", "drawing", "runs"}),
+    "plugin": frozenset({"data", "runs", "sinks"}),
+    "integrations": ANY,
+    "cli": ANY,
+}
+WITHOUT_TORCH = ("data", "drawing", "rules", "sinks", "delivery", "runs", "views", "plugin")
+# Objects of lower layers show themselves in notebooks through this one function.
+UPWARD = ("views", "display")
+HOOKS = {"register_forward_hook", "register_forward_pre_hook", "register_hook"}
+WAITS_FOR_THE_DEVICE = {"item", "cpu", "tolist", "numpy"}
+READS_TENSORS_OF_THE_CPU_ONLY = {"capture.step.manual_updates"}
+NEVER_IMPORTED_BY_DEFAULT = (
+    "tensorboardX",
+    "sklearn",
+    "transformers",
+    "matplotlib",
+    "pandas",
+    "IPython",
+    "anywidget",
+    "wandb",
+    "lightning",
+    "pytorch_lightning",
+    "accelerate",
+    "ignite",
+    "mlflow",
+    "aim",
+)
+
+
+def dotted(file: Path) -> str:
+    """`sinks.jsonl` for tbhooks/sinks/jsonl.py; the package itself is empty."""
+    parts = file.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {dotted(file): file for file in FILES}
+IN_LAYERS = sorted(name for name in MODULES if name not in ("", "__main__"))
+
+
+def layer(name: str) -> str:
+    return name.split(".", maxsplit=1)[0]
+
+
+@cache
+def tree(name: str) -> ast.Module:
+    return ast.parse(MODULES[name].read_text(encoding="utf-8"))
+
+
+def at_module_level(node: ast.AST) -> Iterator[ast.AST]:
+    """Every node that runs on import: what is inside functions does not."""
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            yield child
+            yield from at_module_level(child)
+
+
+def imported(nodes: Iterator[ast.AST], name: str) -> Iterator[tuple[str, str]]:
+    """(module, name) of each import; the name is empty for `import module`."""
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name} has a relative import"
+            yield from ((node.module or "", alias.name) for alias in node.names)
+
+
+def own(imports: Iterator[tuple[str, str]]) -> set[str]:
+    """Which modules of the package these imports load."""
+    found = set()
+    for module, what in imports:
+        if module.split(".")[0] == "tbhooks":
+            inside = module.removeprefix("tbhooks").removeprefix(".")
+            below = f"{inside}.{what}".lstrip(".")
+            found.add(below if below in MODULES else inside)
+    return found
+
+
+def packages(imports: Iterator[tuple[str, str]]) -> set[str]:
+    return {module.split(".")[0] for module, _ in imports}
+
+
+def of_module(name: str) -> Iterator[tuple[str, str]]:
+    return imported(at_module_level(tree(name)), name)
+
+
+def anywhere(name: str) -> Iterator[tuple[str, str]]:
+    return imported(ast.walk(tree(name)), name)
+
+
+def functions(name: str) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(tree(name)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+def in_capture() -> list[str]:
+    """The modules that may hold tensors of the device."""
+    found = [name for name in IN_LAYERS if layer(name) in ("capture", "collectors", "reduction")]
+    return [name for name in found if "torch" in packages(anywhere(name))]
+
+
+def attributes(name: str) -> set[str]:
+    """Every `.attribute` in the code; comments and docstrings are not code."""
+    return {node.attr for node in ast.walk(tree(name)) if isinstance(node, ast.Attribute)}
+
+
+def called_attributes(name: str) -> set[str]:
+    calls = (node.func for node in ast.walk(tree(name)) if isinstance(node, ast.Call))
+    return {function.attr for function in calls if isinstance(function, ast.Attribute)}
+
+
+def names(name: str) -> set[str]:
+    """Every name the code mentions, as an attribute, a variable, an import or a text such as getattr's."""
+    mentioned = attributes(name) | {what for _, what in anywhere(name)}
+    for node in ast.walk(tree(name)):
+        if isinstance(node, ast.Name):
+            mentioned.add(node.id)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            mentioned.add(node.value)
+    return mentioned
+
+
+every_module = pytest.mark.parametrize("name", MODULES, ids=lambda name: name or "tbhooks")
+
+
+def test_every_folder_is_a_layer_and_the_top_holds_nothing_else() -> None:
+    found = {path.name for path in PACKAGE.iterdir() if path.name != "__pycache__"}
+    assert found == {"__init__.py", "__main__.py", "py.typed", *LAYERS}
+
+
+# --- Who knows whom -------------------------------------------------------------------------------
+
+
+def test_there_is_no_import_cycle() -> None:
+    graph = {name: own(of_module(name)) - {name} for name in MODULES}
+    done: set[str] = set()
+
+    def visit(name: str, above: tuple[str, ...]) -> None:
+        assert name not in above, "import cycle: " + " -> ".join([*above[above.index(name) :], name])
+        if name not in done:
+            for needed in sorted(graph[name]):
+                visit(needed, (*above, name))
+            done.add(name)
+
+    for name in graph:
+        visit(name, ())
+    assert done == set(MODULES)
+
+
+@pytest.mark.parametrize("name", IN_LAYERS)
+def test_a_module_imports_only_what_its_layer_may(name: str) -> None:
+    allowed = LAYERS[layer(name)]
+    if allowed is ANY:
+        return
+    upward = {f"tbhooks.{UPWARD[0]}": UPWARD[1]}
+    imports = [(module, what) for module, what in anywhere(name) if upward.get(module) != what]
+    others = own(iter(imports)) - {""}  # the root has the version
+    assert not {other for other in others if layer(other) not in (allowed | {layer(name)})}
+
+
+@pytest.mark.parametrize("name", [name for name in IN_LAYERS if layer(name) in WITHOUT_TORCH])
+def test_what_reads_and_delivers_does_without_torch(name: str) -> None:
+    later = {module for module, _ in anywhere(name) if module.split(".")[0] == "torch"}
+    assert later <= ({"torch.utils.tensorboard"} if name == "sinks.tensorboard" else set())
+    assert "torch" not in packages(of_module(name))
+
+
+@every_module
+def test_modules_import_each_other_and_never_the_root(name: str) -> None:
+    for module, what in anywhere(name):
+        if module == "tbhooks":
+            assert what in MODULES, f"{name} imports {what or 'tbhooks'!r} from the root"
+
+
+# --- What only some may do ------------------------------------------------------------------------
+
+
+@every_module
+def test_only_the_hook_manager_registers_module_and_tensor_hooks(name: str) -> None:
+    if name not in ("capture.hooks.manager", "capture.dynamo"):  # the latter inside the graph that is being compiled
+        assert not names(name) & HOOKS
+
+
+@every_module
+def test_nobody_registers_full_backward_hooks(name: str) -> None:
+    assert not [mentioned for mentioned in names(name) if mentioned.startswith("register_full_backward")]
+
+
+def test_hooks_are_registered_where_the_tree_says() -> None:
+    assert called_attributes("capture.hooks.manager") >= HOOKS
+
+
+@pytest.mark.parametrize("name", in_capture())
+def test_capture_never_waits_for_the_device(name: str) -> None:
+    if name not in READS_TENSORS_OF_THE_CPU_ONLY:
+        assert not called_attributes(name) & WAITS_FOR_THE_DEVICE
+
+
+@every_module
+def test_only_commands_print(name: str) -> None:
+    if layer(name) != "cli":
+        calls = (node.func for node in ast.walk(tree(name)) if isinstance(node, ast.Call))
+        assert "print" not in {function.id for function in calls if isinstance(function, ast.Name)}
+
+
+# --- Size -----------------------------------------------------------------------------------------
+
+
+@every_module
+def test_files_have_at_most_450_lines(name: str) -> None:
+    assert len(MODULES[name].read_text(encoding="utf-8").splitlines()) <= 450
+
+
+@every_module
+def test_functions_have_at_most_60_lines(name: str) -> None:
+    lengths = {f.name: f.end_lineno - f.lineno + 1 for f in functions(name) if f.end_lineno is not None}
+    assert not {function: length for function, length in lengths.items() if length > 60}
+
+
+# --- What an import costs -------------------------------------------------------------------------
+
+
+def in_a_fresh_process(program: str) -> str:
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("use", ["", "tbhooks.watch", "tbhooks.WandbSink, tbhooks.MlflowSink, tbhooks.AimSink"])
+def test_importing_the_package_loads_nothing_optional(use: str) -> None:
+    loaded = f"print([name for name in {NEVER_IMPORTED_BY_DEFAULT} if name in sys.modules])"
+    assert in_a_fresh_process(f"import sys, tbhooks, tbhooks.integrations\n{use}\n{loaded}") == "[]\n"
+
+
+# Of the process's own time, the least of several tries: a busy machine must not fail it.
+MOST_SECONDS, TRIES = 0.15, 5
+
+
+def test_importing_the_package_after_torch_takes_next_to_no_time() -> None:
+    program = (
+        "import sys, time, torch, numpy\nbefore, start = set(sys.modules), time.process_time()\n"
+        "import tbhooks\nprint(time.process_time() - start, *sorted(set(sys.modules) - before))"
+    )
+    seconds, names = MOST_SECONDS, []
+    for _ in range(TRIES):
+        taken, *names = in_a_fresh_process(program).split()
+        seconds = min(seconds, float(taken))
+        if seconds < MOST_SECONDS:
+            break
+    assert seconds < MOST_SECONDS
+    assert not {name.partition(".")[0] for name in names} & {"tensorboard", "google", *NEVER_IMPORTED_BY_DEFAULT}
+
+
+@pytest.mark.parametrize(
+    "module", ["tbhooks", "tbhooks.plugin", "tbhooks.runs", "tbhooks.cli.commands", "tbhooks.cli.run"]
+)
+def test_torch_is_not_imported_before_it_is_needed(module: str) -> None:
+    assert in_a_fresh_process(f"import sys, {module}; print('torch' in sys.modules)") == "False\n"
+
+
+def test_peek_is_the_function_whatever_was_imported_first() -> None:
+    program = "import tbhooks\nfrom tbhooks.api.peek import MOST_KEPT_BYTES\nprint(tbhooks.peek.__name__)"
+    assert in_a_fresh_process(program) == "peek\n"
+
+
+@pytest.mark.parametrize("first", ["from tbhooks.api.watch import Watch", "import tbhooks.cli.demo", "pass"])
+def test_watch_is_the_function_whatever_was_imported_first(first: str) -> None:
+    program = f"import tbhooks\n{first}\nprint(callable(tbhooks.watch), tbhooks.watch.__name__, tbhooks.Watch.__name__)"
+    assert in_a_fresh_process(program) == "True watch Watch\n"
+
+
+def test_integrations_are_there_without_an_import_of_their_own() -> None:
+    program = "import tbhooks; print(tbhooks.integrations.accelerate.watch.__name__)"
+    assert in_a_fresh_process(program) == "watch\n"
+
+
+def test_a_name_that_is_none_is_refused_as_by_any_module() -> None:
+    with pytest.raises(AttributeError, match="module 'tbhooks' has no attribute 'wacth'"):
+        tbhooks.wacth
+    assert "watch" in dir(tbhooks)

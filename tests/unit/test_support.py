@@ -1,0 +1,656 @@
+"""Tests of the tests' own tools: the zoo, the reference statistics and the simulated device."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW
+
+from tests.support import fake_device, reference, zoo
+from tests.support.fake_device import DEVICE, Log, SimTensor, put, to_device
+from tests.support.zoo import ZOO
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+# --- The zoo --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", ZOO.values(), ids=ZOO.keys())
+def test_case_learns_and_is_deterministic(case: zoo.Case) -> None:
+    first, second = zoo.train(case, 3), zoo.train(case, 3)
+    assert first == second
+    assert len(first.losses) == 3
+    assert first.gradients
+    assert zoo.train(case, 0).parameters != first.parameters
+    assert zoo.train(case, 3, seed=1) != first
+
+
+def test_train_calls_back() -> None:
+    hooked: list[nn.Module] = []
+    steps: list[tuple[int, int]] = []
+    zoo.train(
+        ZOO["mlp"],
+        2,
+        before=hooked.append,
+        each_step=lambda step, loss: steps.append((step, zoo.count_graph_nodes(loss))),
+    )
+    assert len(hooked) == 1
+    assert [step for step, _ in steps] == [0, 1]
+    assert steps[0][1] == steps[1][1] > 10
+
+
+def test_train_takes_another_optimizer() -> None:
+    with_sgd = zoo.train(ZOO["mlp"], optimizer=lambda parameters: SGD(parameters, lr=0.1, momentum=0.9))
+    assert with_sgd.parameters != zoo.train(ZOO["mlp"]).parameters
+    assert with_sgd.losses[0] == zoo.train(ZOO["mlp"]).losses[0]
+
+
+def test_trace_notices_the_smallest_disturbance() -> None:
+    def nudge(model: nn.Module) -> None:
+        weight = next(model.parameters())
+        weight.data.view(-1)[0].copy_(torch.nextafter(weight.data.view(-1)[0], torch.tensor(9.0)))
+
+    def draw(model: nn.Module) -> None:
+        torch.rand(1)
+
+    quiet = zoo.train(ZOO["mlp"])
+    assert zoo.train(ZOO["mlp"], before=nudge).parameters != quiet.parameters
+    assert zoo.train(ZOO["mlp"], before=draw).rng != quiet.rng
+
+
+def test_graph_nodes_grow_with_a_full_backward_hook_only() -> None:
+    def nodes(prepare: Callable[[nn.Linear], Any]) -> int:
+        layer = nn.Linear(3, 2)
+        prepare(layer)
+        return zoo.count_graph_nodes(layer(torch.ones(1, 3, requires_grad=True)).sum())
+
+    plain = nodes(lambda layer: None)
+    assert nodes(lambda layer: layer.register_forward_hook(lambda *_: None)) == plain
+    assert nodes(lambda layer: layer.register_full_backward_hook(lambda *_: None)) > plain
+
+
+def test_hook_count_sees_every_kind() -> None:
+    layer = nn.Linear(3, 2)
+    model = nn.Sequential(layer, layer)
+    handles = [
+        layer.register_forward_hook(lambda *_: None),
+        layer.register_forward_pre_hook(lambda *_: None),
+        layer.register_full_backward_hook(lambda *_: None),
+        layer.register_full_backward_pre_hook(lambda *_: None),
+        layer.weight.register_hook(lambda _: None),
+        layer.weight.register_post_accumulate_grad_hook(lambda _: None),
+    ]
+    assert zoo.hook_count(model) == 6
+    for handle in handles:
+        handle.remove()
+    assert zoo.hook_count(model) == 0
+
+
+def test_gan_step_trains_both_models() -> None:
+    torch.manual_seed(0)
+    model = zoo.Gan()
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    generator, discriminator = AdamW(model.generator.parameters()), AdamW(model.discriminator.parameters())
+    losses = zoo.gan_step(model, ZOO["gan"].batch(), generator, discriminator)
+    assert all(torch.isfinite(loss) for loss in losses)
+    assert all(not torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
+
+
+def test_awkward_cases_are_awkward() -> None:
+    flattened: list[Tensor] = []
+    torch.manual_seed(0)
+    model = ZOO["flatten_inplace"].build()
+    model[1].register_forward_hook(lambda _module, _args, output: flattened.append(output))  # type: ignore[index]
+    ZOO["flatten_inplace"].loss(model, ZOO["flatten_inplace"].batch())
+    assert flattened[0]._is_view()
+    assert flattened[0].min() == 0
+
+    tied: Any = ZOO["tied_weights"].build()
+    assert tied.head.weight is tied.embed.weight
+    sparse: Any = ZOO["sparse_embedding"].build()
+    ZOO["sparse_embedding"].loss(sparse, ZOO["sparse_embedding"].batch()).backward()
+    assert sparse[0].weight.grad.is_sparse
+
+
+# --- Reference statistics -------------------------------------------------------------------------
+
+
+def test_stats_of_known_values() -> None:
+    stats = reference.stats(np.array([3.0, -4.0, 0.0, np.nan, np.inf]))
+    assert stats == {
+        "count": 5,
+        "zero_fraction": 0.2,
+        "nan_count": 1,
+        "inf_count": 1,
+        "mean": pytest.approx(-1 / 3, rel=1e-15),
+        "std": pytest.approx(math.sqrt(25 / 3 - 1 / 9), rel=1e-15),
+        "norm": 5.0,
+        "rms": pytest.approx(5 / math.sqrt(3), rel=1e-15),
+        "min": -4.0,
+        "max": 3.0,
+        "abs_max": 4.0,
+    }
+
+
+@pytest.mark.parametrize("array", [np.array([]), np.array([np.nan, -np.inf])])
+def test_stats_without_finite_elements(array: np.ndarray[Any, Any]) -> None:
+    stats = reference.stats(array)
+    assert stats["count"] == array.size
+    assert all(math.isnan(stats[key]) for key in ("mean", "std", "norm", "rms", "min", "max", "abs_max"))
+    assert math.isnan(reference.quantile(array, 0.5))
+    assert reference.bucket_counts(array).sum() == 0
+
+
+def test_std_beside_a_large_mean() -> None:
+    array = 1e4 + 1e-2 * np.tile([-1.0, 1.0], 5000)
+    stats = reference.stats(array)
+    assert stats["mean"] == pytest.approx(1e4, rel=1e-15)
+    assert stats["std"] == pytest.approx(1e-2, rel=1e-9)
+
+
+def test_one_outlier_and_huge_values() -> None:
+    outlier = reference.stats(np.array([1e20, *([1.0] * 999)]))
+    assert outlier["mean"] == pytest.approx(1e17, rel=1e-15)
+    assert outlier["norm"] == 1e20
+    huge = reference.stats(np.full(4, 1e300))
+    assert huge["norm"] == pytest.approx(2e300)
+    assert huge["std"] == 0
+    cancelling = reference.stats(np.array([1e20, 1.0, -1e20]))
+    assert cancelling["mean"] == pytest.approx(1 / 3)
+
+
+def test_stats_agree_with_numpy_on_ordinary_values() -> None:
+    array = np.random.default_rng(0).normal(size=(40, 50))
+    stats = reference.stats(array)
+    assert stats["mean"] == pytest.approx(array.mean(), rel=1e-12)
+    assert stats["std"] == pytest.approx(array.std(), rel=1e-12)
+    assert stats["norm"] == pytest.approx(np.linalg.norm(array), rel=1e-12)
+    assert reference.quantile(array, 0.25) == np.quantile(array, 0.25)
+
+
+def test_complex_is_taken_as_magnitude() -> None:
+    array = np.array([3 + 4j, 0j])
+    assert reference.stats(array)["max"] == 5
+    assert reference.stats(array)["zero_fraction"] == 0.5
+    assert reference.to_numpy(torch.from_numpy(array)).tolist() == [5.0, 0.0]
+
+
+def test_edges_split_octaves_in_two() -> None:
+    assert reference.EDGES.shape == (192,)
+    assert reference.EDGES[:3].tolist() == [2.0**-64, 1.5 * 2.0**-64, 2.0**-63]
+    assert reference.EDGES[-1] == 1.5 * 2.0**31
+
+
+@pytest.mark.parametrize(
+    ("value", "bucket"),
+    [
+        (0.0, 192),
+        (-0.0, 192),
+        (5e-324, 192),
+        (np.nextafter(2.0**-64, 0), 192),
+        (2.0**-64, 193),
+        (np.nextafter(1.5 * 2.0**-64, 0), 193),
+        (1.5 * 2.0**-64, 194),
+        (2.0**-63, 195),
+        (1.0, 192 + 129),
+        (np.nextafter(1.5, 0), 192 + 129),
+        (1.5, 192 + 130),
+        (np.nextafter(2.0, 0), 192 + 130),
+        (1.5 * 2.0**31, 384),
+        (2.0**32, 384),
+        (1e300, 384),
+    ],
+)
+def test_bucket_of_a_value_and_its_mirror(value: float, bucket: int) -> None:
+    assert np.flatnonzero(reference.bucket_counts(np.array([value]))).tolist() == [bucket]
+    assert np.flatnonzero(reference.bucket_counts(np.array([-value]))).tolist() == [384 - bucket]
+
+
+def test_buckets_count_every_finite_element_once() -> None:
+    rng = np.random.default_rng(0)
+    array = rng.normal(size=3000) * 10.0 ** rng.integers(-30, 30, size=3000)
+    array[:7] = [np.nan, np.inf, -np.inf, 0.0, -0.0, 1e38, -1e38]
+    counts = reference.bucket_counts(array)
+    assert counts.shape == (reference.BUCKETS,)
+    assert counts.dtype == np.int64
+    assert counts.sum() == np.isfinite(array).sum() == 2997
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float64, torch.int32],
+)
+def test_to_numpy_is_exact(dtype: torch.dtype) -> None:
+    tensor = torch.tensor([0.0, -1.5, 2.0, 0.4375, 240.0]).to(dtype)
+    array = reference.to_numpy(tensor)
+    assert array.dtype == np.float64
+    assert array.tolist() == [float(element) for element in tensor]
+
+
+def test_to_numpy_of_other_tensors() -> None:
+    dense = torch.tensor([[0.0, 2.0], [3.0, 0.0]], requires_grad=True)
+    assert reference.to_numpy(dense.to_sparse()).tolist() == dense.tolist()
+    assert reference.to_numpy(torch.tensor([True, False])).tolist() == [1.0, 0.0]
+    assert reference.to_numpy(put(dense)).tolist() == dense.tolist()
+
+
+# --- The simulated device: what is recorded -------------------------------------------------------
+
+
+@pytest.fixture
+def log() -> Iterator[Log]:
+    with Log() as opened:
+        yield opened
+
+
+@pytest.mark.parametrize(
+    "fetch",
+    [
+        lambda x: x.cpu(),
+        lambda x: x.to("cpu"),
+        lambda x: x.to("cpu", non_blocking=True),
+        lambda x: x.to(device="cpu", dtype=torch.float64),
+        lambda x: torch.empty(2, 3).copy_(x),
+        lambda x: torch.empty(2, 3).copy_(x, non_blocking=True),
+        lambda x: x.tolist(),
+    ],
+)
+def test_copy_to_host_is_recorded_once(log: Log, fetch: Callable[[Tensor], Any]) -> None:
+    values = torch.arange(6.0).view(2, 3)
+    fetched = torch.as_tensor(fetch(put(values)))
+    assert log.copies == [(2, 3)]
+    assert log.syncs == 0
+    assert not isinstance(fetched, SimTensor)
+    assert torch.equal(fetched.float(), values)
+
+
+def test_copies_to_host_of_a_list_are_recorded_each(log: Log) -> None:
+    targets = [torch.empty(2), torch.empty(3)]
+    torch._foreach_copy_(targets, [put(torch.ones(2)), put(torch.ones(3))])
+    assert log.copies == [(2,), (3,)]
+    assert targets[1].tolist() == [1.0, 1.0, 1.0]
+
+
+def test_copy_into_part_of_a_host_tensor(log: Log) -> None:
+    host = torch.zeros(3, 2)
+    host[1].copy_(put(torch.ones(2)))
+    assert host.tolist() == [[0, 0], [1, 1], [0, 0]]
+    assert log.copies == [(2,)]
+
+
+def test_copies_to_and_on_the_device_are_free(log: Log) -> None:
+    x = torch.ones(3).to(DEVICE)
+    torch.empty(3, device=DEVICE).copy_(torch.ones(3))
+    torch.tensor([1.0, 2.0], device=DEVICE)
+    torch.as_tensor(np.ones(2), device=DEVICE)
+    x.to(torch.float64).clone()
+    x.copy_(put(torch.zeros(3)))
+    assert (log.copies, log.syncs) == ([], 0)
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda x: x.sum().item(),
+        lambda x: float(x.sum()),
+        lambda x: bool(x.any()),
+        lambda x: 1 if x.isfinite().all() else 0,
+        lambda x: f"{x.sum():.3f}",
+        lambda x: torch.equal(x, x),
+        lambda x: x.nonzero(),
+        lambda x: x[x > 0],
+        lambda x: x.masked_select(x > 0),
+        lambda x: x.unique(),
+        lambda x: torch.bincount(x.long(), minlength=4),
+        lambda x: torch.histc(x, 4),
+    ],
+)
+def test_waiting_for_data_is_a_sync(log: Log, wait: Callable[[Tensor], Any]) -> None:
+    wait(put(torch.tensor([1.0, 0.0, 2.0])))
+    assert log.syncs == 1
+    assert log.copies == []
+
+
+def test_reductions_do_not_sync(log: Log) -> None:
+    x = put(torch.randn(4, 5))
+    x.aminmax()
+    torch.linalg.vector_norm(x, dtype=torch.float64)
+    torch.var_mean(x)
+    x.isfinite().logical_not().sum(dtype=torch.float64)
+    torch.where(x.isfinite(), x, 0.0).sum(dtype=torch.float64)
+    torch.bucketize(x, torch.tensor([0.0, 1.0], device=DEVICE))
+    torch.histc(x, 4, -1, 1)
+    x[torch.tensor([0, 1], device=DEVICE)]
+    assert (log.copies, log.syncs) == ([], 0)
+    assert log.ops["aten.aminmax.default"] == 1
+
+
+def test_host_scalars_are_not_device_syncs(log: Log) -> None:
+    assert torch.tensor(2.0).item() == 2.0
+    assert log.syncs == 0
+
+
+def test_log_stops_and_resets() -> None:
+    x = put(torch.ones(2))
+    with Log() as outer:
+        with Log() as inner:
+            x.cpu()
+        x.sum().item()
+        assert inner.copies == outer.copies == [(2,)]
+        assert (inner.syncs, outer.syncs) == (0, 1)
+        outer.reset()
+        assert (outer.copies, outer.syncs, sum(outer.ops.values())) == ([], 0, 0)
+    x.cpu()
+    assert outer.copies == []
+
+
+# --- The simulated device: how tensors behave -----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda device: torch.empty(2, 3, device=device).fill_(7),
+        lambda device: torch.zeros(2, 3, dtype=torch.int64, device=device),
+        lambda device: torch.ones((2,), device=device),
+        lambda device: torch.full((2, 2), torch.inf, device=device),
+        lambda device: torch.arange(5, device=device),
+        lambda device: torch.linspace(0, 1, 5, device=device),
+        lambda device: torch.eye(3, device=device),
+        lambda device: torch.tensor([1.0, 2.0], device=device),
+        lambda device: torch.tensor(3, device=device),
+        lambda device: torch.randn(3, device=device),
+        lambda device: torch.randint(0, 9, (3,), device=device),
+        lambda device: torch.zeros_like(torch.ones(2), device=device),
+        lambda device: torch.ones(2, device=device).new_full((3,), 2.0),
+        lambda device: torch.empty_strided((2, 3), (1, 2), device=device).zero_(),
+        lambda device: torch.empty(1, 2, 3, 3, device=device, memory_format=torch.channels_last).zero_(),
+    ],
+)
+@pytest.mark.parametrize("device", [DEVICE, "fakegpu"])
+def test_factories(make: Callable[[Any], Tensor], device: Any) -> None:
+    torch.manual_seed(0)
+    expected = make("cpu")
+    torch.manual_seed(0)
+    made = make(device)
+    assert isinstance(made, SimTensor)
+    assert made.device == DEVICE
+    assert made.stride() == expected.stride()
+    assert torch.equal(made.cpu(), expected)
+
+
+def test_allocations_are_counted(log: Log) -> None:
+    torch.zeros(2, device=DEVICE)
+    assert log.ops["aten.empty.memory_format"] == 1
+
+
+def test_module_built_on_the_device() -> None:
+    layer = nn.Linear(3, 2, device=DEVICE)
+    assert layer(torch.ones(1, 3, device=DEVICE)).device == DEVICE
+    assert all(isinstance(p, SimTensor) and isinstance(p, nn.Parameter) for p in layer.parameters())
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x[1:3],
+        lambda x: x[:, ::2],
+        lambda x: x.view(2, 12),
+        lambda x: x.view(torch.int32),
+        lambda x: x.select(0, 2),
+        lambda x: x[1, 2],
+        lambda x: x.t(),
+        lambda x: x.split(2)[1],
+        lambda x: x.chunk(2, dim=1)[0],
+        lambda x: x.unbind()[3],
+        lambda x: x.narrow(1, 1, 3).unsqueeze(0),
+        lambda x: x.detach(),
+        lambda x: x.data[0],
+        lambda x: x.flatten()[5:9].view(2, 2),
+    ],
+)
+def test_views_share_their_data(view: Callable[[Tensor], Tensor]) -> None:
+    expected = torch.randn(4, 6)
+    x = put(expected)
+    assert view(x).shape == view(expected).shape
+    assert view(x).stride() == view(expected).stride()
+    assert view(x).untyped_storage()._cdata == x.untyped_storage()._cdata
+    view(expected).fill_(7)
+    view(x).fill_(7)
+    assert torch.equal(x.cpu(), expected)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x, to: x.add_(1.0),
+        lambda x, to: x.zero_(),
+        lambda x, to: x.copy_(to(torch.arange(4.0))),
+        lambda x, to: x.mul_(to(torch.arange(4.0))),
+        lambda x, to: x.scatter_add_(0, to(torch.tensor([0, 0, 3])), to(torch.ones(3))),
+        lambda x, to: x.index_add_(0, to(torch.tensor([1, 1])), to(torch.ones(2))),
+        lambda x, to: torch.add(x, 1.0, out=x),
+        lambda x, to: torch.sub(to(torch.ones(4)), 3.0, out=x),
+    ],
+)
+def test_in_place_operations_on_views(change: Callable[[Tensor, Any], Tensor]) -> None:
+    expected = torch.arange(12.0).view(3, 4)
+    x = put(expected)
+    row = x[1]
+    change(expected[1], lambda tensor: tensor)
+    assert change(row, put) is row
+    assert torch.equal(x.cpu(), expected)
+    assert torch.equal(row.cpu(), expected[1])
+
+
+def test_assigning_to_items() -> None:
+    x = torch.zeros(3, 4, device=DEVICE)
+    x[0] = 1.0
+    x[1, 2] = 5
+    x[2] = put(torch.arange(4.0))
+    x[:, 3] += 1
+    x[x >= 4] = -1.0
+    assert x.cpu().tolist() == [[1, 1, 1, 2], [0, 0, -1, 1], [0, 1, 2, -1]]
+
+
+@pytest.mark.parametrize(
+    "several",
+    [
+        lambda x: x.aminmax(),
+        lambda x: torch.var_mean(x, correction=0),
+        lambda x: x.chunk(2),
+        lambda x: x.unbind(),
+        lambda x: x.sort(dim=1),
+        lambda x: x.topk(2),
+        torch.frexp,
+        lambda x: torch._foreach_norm([x, x[0]]),
+        lambda x: torch._foreach_mul([x, x[0]], 2.0),
+    ],
+)
+def test_operations_with_several_results(several: Callable[[Tensor], Any]) -> None:
+    x = torch.randn(4, 6)
+    for result, expected in zip(several(put(x)), several(x), strict=True):
+        assert isinstance(result, SimTensor)
+        assert torch.equal(result.cpu(), expected)
+
+
+def test_lists_changed_in_place() -> None:
+    first, second = put(torch.ones(2)), put(torch.ones(3))
+    torch._foreach_add_([first, second], [put(torch.ones(2)), put(torch.ones(3))])
+    torch._foreach_mul_([first, second], 3.0)
+    torch._foreach_copy_([first], [put(torch.zeros(2))])
+    assert (first.tolist(), second.tolist()) == ([0, 0], [6, 6, 6])
+
+
+def test_results_written_into_given_tensors() -> None:
+    low, high = torch.empty((), device=DEVICE), torch.empty((), device=DEVICE)
+    given = torch.aminmax(put(torch.tensor([3.0, -1.0])), out=(low, high))
+    assert given[0] is low
+    assert (low.item(), high.item()) == (-1.0, 3.0)
+    grown = torch.empty(0, device=DEVICE)
+    torch.add(put(torch.ones(2)), 1.0, out=grown)
+    assert grown.shape == (2,)
+    assert grown.tolist() == [2.0, 2.0]
+
+
+def test_shape_changed_in_place() -> None:
+    x = put(torch.arange(6.0).view(2, 3))
+    assert x.t_() is x
+    assert x.unsqueeze_(0).shape == (1, 3, 2)
+    assert x.sum(0).tolist() == [[0, 3], [1, 4], [2, 5]]
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda x: x.isfinite(),
+        lambda x: torch.where(x.isnan(), 0.0, x),
+        lambda x: x.nan_to_num().sum(dtype=torch.float64),
+        lambda x: x.view(torch.int32) >> 22,
+        lambda x: (x.view(torch.int32) & 0x7FFFFFFF) << 1,
+        lambda x: x.to(torch.bfloat16).float(),
+        lambda x: x.expand(2, *x.shape).sum(0),
+        lambda x: torch.cat([x, x]).view(-1),
+        lambda x: torch.stack([x[0].sum(), x[1].max()]),
+        lambda x: torch.zeros(9, dtype=torch.int64, device=x.device).index_add_(
+            0, x.isnan().long().flatten(), torch.ones_like(x, dtype=torch.int64).flatten()
+        ),
+    ],
+)
+def test_values_are_those_of_the_cpu(compute: Callable[[Tensor], Tensor]) -> None:
+    x = torch.tensor([[1.5, -0.0, torch.inf], [torch.nan, 1e-30, -7.0]])
+    result = compute(put(x))
+    assert isinstance(result, SimTensor)
+    assert zoo.raw(result) == zoo.raw(compute(x))
+
+
+def test_mixing_devices_raises() -> None:
+    x = put(torch.ones(2))
+    with pytest.raises(RuntimeError, match="expected all tensors on fakegpu:0"):
+        x + torch.ones(2)
+    assert (x + torch.tensor(1.0)).tolist() == [2.0, 2.0]
+
+
+def test_buffer_written_in_inference_mode() -> None:
+    rows = torch.zeros(2, 3, device=DEVICE)
+    with torch.inference_mode():
+        doubled = put(torch.ones(3)).mul(2.0)
+        rows[1].copy_(doubled)
+    assert doubled.is_inference()
+    rows[0].add_(1.0)
+    assert rows.tolist() == [[1, 1, 1], [2, 2, 2]]
+
+
+def test_copies_are_independent() -> None:
+    model = to_device(nn.Linear(2, 2))
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        twin.weight.zero_()
+    assert isinstance(twin.weight, SimTensor)
+    assert model.weight.abs().sum().item() > 0
+
+
+def test_sparse_tensors_are_refused() -> None:
+    with pytest.raises(NotImplementedError, match="strided"):
+        put(torch.eye(2).to_sparse())
+
+
+def test_assigning_data_moves_the_values_too() -> None:
+    parameter = nn.Parameter(put(torch.zeros(2)))
+    parameter.data = put(torch.ones(3))
+    assert parameter.shape == (3,)
+    assert parameter.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_tied_parameters_stay_tied() -> None:
+    model: Any = to_device(ZOO["tied_weights"].build())
+    assert model.head.weight is model.embed.weight
+    assert isinstance(model.head.weight, SimTensor)
+
+
+# --- The simulated device: training ---------------------------------------------------------------
+
+
+def _on_device(case: zoo.Case) -> zoo.Case:
+    return zoo.moved(case, to_device, put)
+
+
+# The others pick other kernels by device (attention, recurrent cells), or need sparse gradients.
+_SAME_KERNELS = sorted(
+    set(ZOO) - {"lstm", "gru_loop", "sparse_embedding", "autocast"} - {"vit", "albert", "llama", "mamba", "mixtral"}
+)
+
+
+@pytest.mark.parametrize("name", _SAME_KERNELS)
+def test_training_is_bitwise_that_of_the_cpu(name: str) -> None:
+    assert zoo.train(_on_device(ZOO[name]), 2) == zoo.train(ZOO[name], 2)
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn"])
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda parameters: SGD(parameters, lr=0.1, momentum=0.9, foreach=False),
+        lambda parameters: SGD(parameters, lr=0.1, momentum=0.9, foreach=True),
+        lambda parameters: AdamW(parameters, lr=1e-2, foreach=False),
+        lambda parameters: AdamW(parameters, lr=1e-2, foreach=True),
+    ],
+    ids=["sgd", "sgd_foreach", "adamw", "adamw_foreach"],
+)
+def test_optimizers_are_bitwise_those_of_the_cpu(name: str, optimizer: zoo.OptimizerFactory, log: Log) -> None:
+    expected = zoo.train(ZOO[name], 3, optimizer=optimizer)
+    assert log.ops.total() == 0
+    assert zoo.train(_on_device(ZOO[name]), 3, optimizer=optimizer) == expected
+    assert log.syncs == 0
+
+
+def test_layers_run_forward_and_backward() -> None:
+    def run(place: Callable[[Any], Any]) -> list[bytes]:
+        torch.manual_seed(0)
+        embedding = place(nn.Embedding(10, 6))
+        body = place(nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.BatchNorm1d(6), nn.ReLU(inplace=True)))
+        hidden = body(embedding(place(torch.randint(0, 10, (8,)))))
+        nn.CrossEntropyLoss()(hidden, place(torch.randint(0, 6, (8,)))).backward()
+        return [zoo.raw(p.grad) for p in [*embedding.parameters(), *body.parameters()]]
+
+    def place(thing: Any) -> Any:
+        return put(thing) if isinstance(thing, Tensor) else to_device(thing)
+
+    assert run(place) == run(lambda thing: thing)
+
+
+def test_hooks_see_device_tensors(log: Log) -> None:
+    seen: list[Tensor] = []
+    model = to_device(nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 1)))
+    for module in model:
+        module.register_forward_hook(lambda _m, _a, output: output.register_hook(seen.append) and None)
+    model(put(torch.ones(2, 4))).sum().backward()
+    assert len(seen) == 3
+    assert all(isinstance(gradient, SimTensor) for gradient in seen)
+    assert (log.copies, log.syncs) == ([], 0)
+
+
+def test_module_moves_back_to_the_cpu(log: Log) -> None:
+    model = to_device(nn.Linear(3, 2))
+    model.cpu()
+    assert not any(isinstance(parameter, SimTensor) for parameter in model.parameters())
+    assert sorted(log.copies) == [(2,), (2, 3)]
+
+
+def test_device_is_a_registered_backend() -> None:
+    assert fake_device.DEVICE.type == "fakegpu"
+    assert torch.get_device_module(DEVICE).is_available()
