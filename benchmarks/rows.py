@@ -41,7 +41,7 @@ def ways(tensor: Tensor) -> Ways:
     counts = torch.zeros(histogram.SLOTS, dtype=torch.int32)
     chosen: Ways = {"sum": tensor.sum}
     if cpu.can_read(tensor):
-        chosen["row"] = lambda: cpu.reduce(tensor, row.data_ptr(), cpu.NOWHERE)
+        chosen["row"] = lambda: cpu.reduce(tensor, row.data_ptr(), cpu.NULL)
         chosen["row and buckets"] = lambda: cpu.reduce(tensor, row.data_ptr(), counts.data_ptr())
     chosen["row, torch"] = lambda: torch_rows.write_row(tensor, row)
     chosen["buckets, torch"] = lambda: histogram.add_counts(tensor, counts)

@@ -52,8 +52,8 @@ def attaching(model: nn.Module, rounds: int) -> Numbers:
         whole.append(timed(attach_and_detach))
         alone.append(timed(attach_and_detach, time.thread_time))  # whatever else the machine does
         with tbhooks.watch(model, every=1) as watching:
-            probe = watching._loop.probe
-            hooks.append(timed(lambda probe=probe: (probe.remove(), probe.attach())))
+            observer = watching._session.observer
+            hooks.append(timed(lambda observer=observer: (observer.remove(), observer.attach())))
     least = {"attach_detach_ms": whole, "attach_detach_cpu_ms": alone, "hooks_on_off_ms": hooks}
     return {name: 1e3 * min(seconds) for name, seconds in least.items()}
 

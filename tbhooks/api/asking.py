@@ -16,37 +16,37 @@ import numpy as np
 from torch import nn
 
 from tbhooks.api import environment, validation
-from tbhooks.capture.hooks.collectors import Onlooker
-from tbhooks.capture.rank_context import Place
+from tbhooks.capture.hooks.collectors import Collector
+from tbhooks.capture.rank_context import RankContext
 from tbhooks.capture.scalars.training_metrics import PARTS
-from tbhooks.capture.session import Loop
+from tbhooks.capture.session import CaptureSession
 from tbhooks.collectors import channels, embeddings, images
-from tbhooks.collectors.graph.collector import GraphOnlooker
-from tbhooks.collectors.model_summary import SummaryOnlooker
+from tbhooks.collectors.graph.collector import GraphCollector
+from tbhooks.collectors.model_summary import SummaryCollector
 from tbhooks.collectors.profiler import Profile
 from tbhooks.data import stats
-from tbhooks.data.artifacts import Ended, Exhibit
+from tbhooks.data.artifacts import Artifact, RunEnded
 from tbhooks.data.errors import ArgumentError, check_names
 from tbhooks.data.frame import Frame
 from tbhooks.data.self_report import Report
-from tbhooks.delivery.worker import Pump
+from tbhooks.delivery.worker import Worker
 from tbhooks.drawing.model_table import Summary
 from tbhooks.sinks import Sink
 
 
-class Asking:
+class WatchRequests:
     """The part of a watch that takes wishes."""
 
-    _loop: Loop
+    _session: CaptureSession
     _model: weakref.ref[nn.Module]
-    _pump: Pump
-    _place: Place
+    _worker: Worker
+    _place: RankContext
     _report: Report
     _idle: bool
     _sinks: tuple[Sink, ...]
     _is_compared = False
     """Whether the run's hyperparameters were given, so that its end is to be told."""
-    _summary: SummaryOnlooker | None = None
+    _summary: SummaryCollector | None = None
 
     def _check_usable(self) -> None:
         raise NotImplementedError
@@ -60,7 +60,7 @@ class Asking:
         Modules are nested by path; arrows say which tensor went where. Evaluation passes get a graph of their own
         where `evaluation()` has them read. One pass of each is followed, and nothing stays on the model.
         """
-        return self._let_look_on(GraphOnlooker(self._model, self._loop.probe, self._report))
+        return self._add_collector(GraphCollector(self._model, self._session.observer, self._report))
 
     def summary(self) -> Summary:
         """The layers as a table: classes, outputs, parameters, shares. Prints as text, and is a table in notebooks.
@@ -70,8 +70,8 @@ class Asking:
         """
         self._check_usable()
         if self._summary is None:
-            self._summary = SummaryOnlooker(self._model, self._loop.probe.onlookers, self._report)
-            self._let_look_on(self._summary)
+            self._summary = SummaryCollector(self._model, self._session.observer.collectors, self._report)
+            self._add_collector(self._summary)
         return Summary(self._summary)
 
     def images(self, pattern: Any = None, *, every: int | None = None, most_bytes: int = images.MOST_BYTES) -> Self:
@@ -86,7 +86,7 @@ class Asking:
         most, model = validation.whole_number("most_bytes", most_bytes), self._model()
         if model is None:
             return self
-        return self._let_look_on(images.of_model(model, pattern, self._report, every, most))
+        return self._add_collector(images.of_model(model, pattern, self._report, every, most))
 
     def per_channel(self, pattern: Any, *, kinds: Sequence[str] = channels.KINDS, histograms: bool = False) -> Self:
         """Statistics and histograms of each output channel of convolutions, linear layers and norms, of each kernel
@@ -104,8 +104,8 @@ class Asking:
         model = self._model()
         if model is None:
             return self
-        recorder = self._loop.recorder
-        return self._let_look_on(channels.of_model(model, pattern, asked, histograms, recorder, self._report))
+        recorder = self._session.recorder
+        return self._add_collector(channels.of_model(model, pattern, asked, histograms, recorder, self._report))
 
     def embeddings(
         self, pattern: Any, labels: Any = None, thumbnails: Any = None, every: int | None = None,
@@ -126,13 +126,13 @@ class Asking:
             return self
         self._note_where_files_go()
         given = labels, thumbnails
-        return self._let_look_on(embeddings.of_model(model, pattern, given, every, most, self._report))
+        return self._add_collector(embeddings.of_model(model, pattern, given, every, most, self._report))
 
     def _note_where_files_go(self) -> None:
         for sink in self._sinks:
             where = getattr(sink, "destination", "")
             if "://" in where:
-                self._report.tell(f"embeddings are files beside a run in a local directory: {where} gets none")
+                self._report.log_once(f"embeddings are files beside a run in a local directory: {where} gets none")
 
     def log_every(self, n: int) -> Self:
         """Writes what `log` is given as running means, every n-th step, whatever `every` is; then they begin anew.
@@ -144,7 +144,7 @@ class Asking:
         self._check_usable()
         every = validation.whole_number("n", n)
         if not self._idle:
-            self._loop.average(every)
+            self._session.average(every)
         return self
 
     def progress(self, *parts: str) -> Self:
@@ -159,7 +159,7 @@ class Asking:
         self._check_usable()
         check_names("part of the progress", parts, PARTS)
         if not self._idle:
-            self._loop.log_progress(frozenset(parts or PARTS))
+            self._session.log_progress(frozenset(parts or PARTS))
         return self
 
     def hparams(self, values: dict[str, Any], metrics: Sequence[str] = ()) -> Self:
@@ -180,7 +180,7 @@ class Asking:
         """Writes once what the run was made with, to the TEXT tab: versions, devices, dtypes, the size of the model,
         what this watch was asked for. Nothing of the machine's or the user's own: no names, no paths, no variables.
         """
-        return self._show([environment.described(self._loop, self._place, self._model())])
+        return self._show([environment.described(self._session, self._place, self._model())])
 
     def profile(self, steps: tuple[int, int]) -> Self:
         """Writes a trace of the steps from the first to the last of `steps`, both included, made by torch's profiler:
@@ -189,15 +189,15 @@ class Asking:
         """
         self._check_usable()
         first, last = validation.steps(steps)
-        directory, now = self._run_directory(), self._loop.clock.count
+        directory, now = self._run_directory(), self._session.clock.count
         if first < now:
             raise ArgumentError(f"steps={steps!r} begins before the step this watch is at, which is {now}")
         if not self._idle and self._place.rank == 0:
             if directory is None or "://" in directory:
                 raise ArgumentError("profile() writes beside the run: give watch() a local directory or SummaryWriter")
-            place, probe = Path(directory) / "tbhooks-profile", self._loop.probe
-            profile = Profile(first, last, place, probe, self._pump.submit, self._report)
-            self._loop.profiles.append(profile)
+            place, observer = Path(directory) / "tbhooks-profile", self._session.observer
+            profile = Profile(first, last, place, observer, self._worker.submit, self._report)
+            self._session.profiles.append(profile)
             if first == now:
                 profile.start()
         return self
@@ -205,32 +205,32 @@ class Asking:
     def _tell_the_end(self, failed: bool) -> None:
         if self._is_compared:
             self._is_compared = False
-            self._show_now([Ended(failed)])
+            self._show_now([RunEnded(failed)])
 
-    def _let_look_on(self, onlooker: Onlooker) -> Self:
+    def _add_collector(self, collector: Collector) -> Self:
         """It looks at logged steps from now on; on the first rank, which writes."""
         self._check_usable()
         if not self._idle and self._place.rank == 0:
-            with self._report.guarded(type(onlooker).__name__):
-                self._loop.probe.look_on(onlooker)
+            with self._report.guarded(type(collector).__name__):
+                self._session.observer.add_collector(collector)
         return self
 
-    def _show(self, exhibits: Sequence[Exhibit], step: int = 0) -> Self:
+    def _show(self, artifacts: Sequence[Artifact], step: int = 0) -> Self:
         """Writes what is known already, without waiting for a logged step."""
         self._check_usable()
-        self._show_now(exhibits, step)
+        self._show_now(artifacts, step)
         return self
 
-    def _show_now(self, exhibits: Sequence[Exhibit], step: int = 0) -> None:
+    def _show_now(self, artifacts: Sequence[Artifact], step: int = 0) -> None:
         if not self._idle and self._place.rank == 0:
-            self._pump.submit(Shown(tuple(exhibits), step))
+            self._worker.submit(Shown(tuple(artifacts), step))
 
 
 @dataclass(frozen=True)
 class Shown:
     """Exhibits of no step in particular, as the pump takes them."""
 
-    exhibits: tuple[Exhibit, ...]
+    artifacts: tuple[Artifact, ...]
     step: int
     nbytes: int = 0
 
@@ -240,4 +240,4 @@ class Shown:
 
     def frames(self) -> list[Frame]:
         nothing = np.zeros((0, 0), dtype=np.int64)
-        return [Frame(self.step, time.time(), 0, (), stats.empty_rows(0), nothing, exhibits=self.exhibits)]
+        return [Frame(self.step, time.time(), 0, (), stats.empty_rows(0), nothing, artifacts=self.artifacts)]

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from tbhooks.capture.rank_context import Place
+from tbhooks.capture.rank_context import RankContext
 from tbhooks.capture.selection import unwrap
-from tbhooks.capture.session import Loop
+from tbhooks.capture.session import CaptureSession
 from tbhooks.data.artifacts import Text
 from tbhooks.data.remote import is_remote
 from tbhooks.distributed.handshake import own_name
@@ -25,7 +25,7 @@ from tbhooks.distributed.handshake import own_name
 TAG = "tbhooks/environment"
 
 
-def described(loop: Loop, place: Place, model: nn.Module | None) -> Text:
+def described(loop: CaptureSession, place: RankContext, model: nn.Module | None) -> Text:
     """As a table in markdown."""
     rows = {**_versions(), **({} if model is None else _of_model(model)), **_options(loop, place)}
     lines = ["| what | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())]
@@ -66,7 +66,7 @@ def _most_first(found: Counter[str]) -> str:
     return ", ".join(name for name, _ in found.most_common())
 
 
-def _options(loop: Loop, place: Place) -> dict[str, str]:
+def _options(loop: CaptureSession, place: RankContext) -> dict[str, str]:
     schedule = loop.schedule
     return {
         "every": str(schedule.every),

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from tbhooks import rules as judgement
 from tbhooks.api import lifecycle, validation
-from tbhooks.api.asking import Asking
+from tbhooks.api.asking import WatchRequests
 from tbhooks.api.finding_actions import Reactions
-from tbhooks.capture.dynamo import never_compiled
-from tbhooks.capture.rank_context import Place
+from tbhooks.capture.dynamo import dynamo_disable
+from tbhooks.capture.rank_context import RankContext
 from tbhooks.capture.schedule import Schedule
 from tbhooks.capture.selection import Selector, unwrap
-from tbhooks.capture.session import Loop
+from tbhooks.capture.session import CaptureSession
 from tbhooks.capture.step import evaluation
 from tbhooks.capture.step.nan_replay import Replay
 from tbhooks.data.errors import ArgumentError, ClosedError, check_names
@@ -31,7 +31,7 @@ from tbhooks.data.frame import Finding, Frame
 from tbhooks.data.history import History
 from tbhooks.data.self_report import Report, Stats
 from tbhooks.delivery.frame_callback import Follower, Following, LiveView
-from tbhooks.delivery.worker import DEADLINE_S, Pump
+from tbhooks.delivery.worker import DEADLINE_S, Worker
 from tbhooks.distributed.topology import before_the_end, is_of_a_job
 from tbhooks.reduction import cpu, triton
 from tbhooks.sinks import Sink
@@ -45,12 +45,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-class Watch(Asking):
+class Watch(WatchRequests):
     """A model being watched. Made by `watch()`; every method is safe in the middle of training."""
 
     def __init__(
         self, model: nn.Module, selector: Selector, kinds: tuple[str, ...], schedule: Schedule, mode: str,
-        place: Place, sinks: tuple[Sink, ...], rules: tuple[judgement.Rule, ...],
+        place: RankContext, sinks: tuple[Sink, ...], rules: tuple[judgement.Rule, ...],
         sinks_of: Callable[[Any], tuple[Sink, ...]],
     ) -> None:  # fmt: skip
         self._report = Report(is_quiet=place.rank != 0)
@@ -60,9 +60,9 @@ class Watch(Asking):
         self._replayed: list[Finding] = []
         self._unwritten: list[Finding] = []
         # A rank of a job may be killed at any time: what is written is to be on disk.
-        self._pump = Pump(sinks, self._judged, self._report, flushes=is_of_a_job())
-        self._loop = Loop(model, selector, kinds, schedule, mode, place, self._pump.submit, self._report)
-        self._loop.raises = self._reactions.raise_if_asked
+        self._worker = Worker(sinks, self._judged, self._report, flushes=is_of_a_job())
+        self._session = CaptureSession(model, selector, kinds, schedule, mode, place, self._worker.submit, self._report)
+        self._session.raises = self._reactions.raise_if_asked
         self._model = weakref.ref(unwrap(model))
         self._sinks = sinks
         self._sinks_of = sinks_of
@@ -76,16 +76,16 @@ class Watch(Asking):
         self._idle = place.is_idle
         self._place = place
 
-    @never_compiled
+    @dynamo_disable
     def step(self, n: int | None = None) -> None:
         """Ends the current step and labels it n, or with the watch's own count. From then on nothing else does."""
         self._check_usable()
         label = None if n is None else validation.whole_number("n", n, least=0)
         if not self._idle:
-            self._loop.step(label)
+            self._session.step(label)
             self._reactions.raise_if_asked()
 
-    @never_compiled
+    @dynamo_disable
     def log(self, values: Mapping[str, Tensor | float]) -> None:
         """Logs numbers with the step, as `train/<name>`; device tensors ride in its one copy, without a sync.
 
@@ -95,7 +95,7 @@ class Watch(Asking):
         self._check_usable()
         numbers = {validation.tag(name): validation.number(name, value) for name, value in validation.items(values)}
         if not self._idle:
-            self._loop.log(numbers)
+            self._session.log(numbers)
 
     def evaluation(self, writer: Any = None) -> Watch:
         """Reads evaluation passes too, apart from training: all between two training passes make one frame.
@@ -108,7 +108,7 @@ class Watch(Asking):
         if not self._idle and self._place.rank == 0:  # ranks evaluate when they like, so nothing is merged
             if writer is not None:
                 self._open_evaluation_sinks(self._sinks_of(writer))
-            self._loop.read_evaluations()
+            self._session.read_evaluations()
         return self
 
     def on_finding(self, reaction: Callable[[Finding], Any] | str) -> Watch:
@@ -130,7 +130,7 @@ class Watch(Asking):
         check_names("reaction", (reaction,), ("replay", "raise"))
         self._nonfinite.add(reaction)
         if not self._idle:
-            self._loop.replay_when(self._went_nonfinite)
+            self._session.replay_when(self._went_nonfinite)
         return self
 
     @property
@@ -142,12 +142,12 @@ class Watch(Asking):
     def paused(self) -> Iterator[None]:
         """No reading inside, and no hooks but those that are compiled into the model; steps are still counted."""
         self._check_usable()
-        self._loop.pause()
+        self._session.pause()
         try:
             yield
         finally:
             if not self._idle:
-                self._loop.resume()
+                self._session.resume()
 
     def flush(self, timeout_s: float = DEADLINE_S) -> None:
         """Waits until every step that has ended is written and durable."""
@@ -160,14 +160,14 @@ class Watch(Asking):
         if self in lifecycle.open_watches:
             self._begin_close()
             deadline = time.monotonic() + timeout_s
-            if self._place.team is not None and not self._pump.wait(max(timeout_s / 2, timeout_s - WRITING_S)):
+            if self._place.team is not None and not self._worker.wait(max(timeout_s / 2, timeout_s - WRITING_S)):
                 self._place.team.give_up()
-            self._pump.close(max(0.0, deadline - time.monotonic()))
+            self._worker.close(max(0.0, deadline - time.monotonic()))
             if self._is_model_gone:
-                self._loop.stop()
+                self._session.stop()
             if self._place.team is not None:
                 before_the_end.discard(id(self))
-                self._place.team.leave(is_idle=self._pump.is_done)
+                self._place.team.leave(is_idle=self._worker.is_done)
             lifecycle.open_watches.discard(self)  # last: whoever interrupts this closes it again
             lifecycle.tidy()
 
@@ -177,10 +177,10 @@ class Watch(Asking):
         if self._is_model_gone:  # then the pump is handing over what there is
             return
         if self in lifecycle.open_watches and not self._has_stopped:
-            self._loop.stop(is_failing=lifecycle.is_failing())
+            self._session.stop(is_failing=lifecycle.is_failing())
             self._tell_the_end(failed=lifecycle.is_failing())
             self._idle = True
-            self._pump.finish()
+            self._worker.finish()
             self._has_stopped = True  # last, as well
 
     @property
@@ -192,8 +192,8 @@ class Watch(Asking):
     def history(self) -> History:
         """The last frames, up to and including the last step that has ended."""
         if not self._idle:
-            self._loop.settle()
-        self._pump.wait(PATIENCE_S if self._place.team is not None else DEADLINE_S)
+            self._session.settle()
+        self._worker.wait(PATIENCE_S if self._place.team is not None else DEADLINE_S)
         return self._history
 
     @property
@@ -205,10 +205,10 @@ class Watch(Asking):
     @property
     def stats(self) -> Stats:
         """What the watch saw, could not see, got wrong and cost."""
-        report, loop = self._report, self._loop
+        report, loop = self._report, self._session
         return Stats(
             steps=loop.clock.count, logged=loop.logged, hooks_fired=report.hooks_fired, unseen=dict(report.unseen),
-            aliases=dict(loop.probe.placement.aliases), errors=report.errors, dropped=report.dropped,
+            aliases=dict(loop.observer.placement.aliases), errors=report.errors, dropped=report.dropped,
             messages=tuple(report.messages), seconds_training=report.seconds_training,
             seconds_pump=report.seconds_pump, clock=loop.clock.mode, skipped=loop.scaler.skipped,
             seconds_views=report.seconds_views, kernel=cpu.name(), device_kernel=triton.name(),
@@ -232,7 +232,7 @@ class Watch(Asking):
 
     def _follow(self, follower: Follower) -> None:
         """It is shown every frame from now on, by the pump's thread, and told when the watch closes."""
-        self._pump.add(Following(follower, self._report))
+        self._worker.add(Following(follower, self._report))
 
     def _repr_mimebundle_(
         self, include: Collection[str] | None = None, exclude: Collection[str] | None = None
@@ -252,13 +252,13 @@ class Watch(Asking):
         self.close()
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else "idle" if self._idle else f"step {self._loop.clock.count}"
-        return f"<Watch: {state}, {self._loop.logged} steps logged, {len(once_each(self._judge.findings))} findings>"
+        state = "closed" if self._closed else "idle" if self._idle else f"step {self._session.clock.count}"
+        return f"<Watch: {state}, {self._session.logged} steps logged, {len(once_each(self._judge.findings))} findings>"
 
     def _start(self) -> None:
         lifecycle.prepare(is_of_a_job())
         # A sink that hangs keeps nobody from watching another model; its watch is closed at exit.
-        for gone in [watching for watching in open_watches() if watching._idle and watching._pump.is_done]:
+        for gone in [watching for watching in open_watches() if watching._idle and watching._worker.is_done]:
             gone.close()
         self._prepare(self._sinks)
         lifecycle.open_watches.add(self)
@@ -268,22 +268,22 @@ class Watch(Asking):
         if model is not None:
             weakref.finalize(model, _model_is_gone, weakref.ref(self)).atexit = False
         try:
-            self._loop.start()
+            self._session.start()
         except BaseException:
             self.close()
             raise
 
     def _continue_from(self, step: int) -> None:
         """So many steps were made before, and count for `every`; the first one from here is logged in any case."""
-        self._loop.clock.count = step
+        self._session.clock.count = step
 
     def _forget_open_step(self) -> None:
         """What was seen since the last step ended is of none."""
-        self._loop.abandon()
+        self._session.abandon()
 
     @property
     def _optimizer_steps(self) -> int:
-        return self._loop.clock.optimizer_steps
+        return self._session.clock.optimizer_steps
 
     def _prepare(self, sinks: tuple[Sink, ...]) -> None:
         theirs = {destination for other in open_watches() if other is not self for destination in other._destinations()}
@@ -291,7 +291,7 @@ class Watch(Asking):
             if isinstance(sink, HasDestination):
                 sink.drain_before_close(self._drain)
                 if sink.destination in theirs:
-                    self._report.tell(
+                    self._report.log_once(
                         f"another open watch writes to {sink.destination} too: where names are the same, "
                         "their numbers mix"
                     )
@@ -311,10 +311,10 @@ class Watch(Asking):
                 "there too, under tags that begin with eval."
             )
         self._prepare(sinks)
-        self._loop.settle()
-        self._pump.wait()
+        self._session.settle()
+        self._worker.wait()
         self._evaluation_sinks += sinks
-        self._pump.send_evaluations_to(self._evaluation_sinks)
+        self._worker.send_evaluations_to(self._evaluation_sinks)
 
     def _judged(self, frame: Frame) -> Frame:
         """In the pump's thread: what the rules find, and what was found meanwhile, goes with the frame."""
@@ -335,7 +335,7 @@ class Watch(Asking):
         finding = replay.finding(step, run_again="replay" in self._nonfinite)
         self._replayed.append(finding)
         self._unwritten.append(finding)
-        self._report.tell(finding.message, level=logging.ERROR)
+        self._report.log_once(finding.message, level=logging.ERROR)
         self._reactions.told(finding)
         if "raise" in self._nonfinite:
             self._reactions.raise_soon(finding)
@@ -349,9 +349,9 @@ class Watch(Asking):
 
     def _flush(self, timeout_s: float) -> None:
         if not self._idle:
-            self._loop.settle()
-        if not self._pump.flush(timeout_s):
-            self._report.tell(f"flush() gave up after {timeout_s:g} s: a sink is slow, or another rank late")
+            self._session.settle()
+        if not self._worker.flush(timeout_s):
+            self._report.log_once(f"flush() gave up after {timeout_s:g} s: a sink is slow, or another rank late")
 
     def _drain(self) -> None:
         with self._report.guarded("draining"):
@@ -363,16 +363,16 @@ class Watch(Asking):
         """
         self._tell_the_end(failed=False)
         self._idle = self._is_model_gone = True
-        self._pump.finish(partial(self._loop.settle, for_good=True))
+        self._worker.finish(partial(self._session.settle, for_good=True))
 
     def abandon(self) -> None:
         """Lets go of everything without a word: in a forked child, which has no pump to write with."""
         self._idle = True
-        self._pump.abandon()
+        self._worker.abandon()
         self._report.forked()
-        self._loop.forked()
-        self._loop.abandon()
-        self._loop.forget_everyone()
+        self._session.forked()
+        self._session.abandon()
+        self._session.forget_everyone()
 
 
 @runtime_checkable

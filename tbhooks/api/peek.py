@@ -21,14 +21,14 @@ from torch.utils._pytree import tree_map_only
 from tbhooks.api import lifecycle
 from tbhooks.api.watch import Watch
 from tbhooks.capture import selection, tensor_tree
-from tbhooks.capture.autograd import in_backward, is_traced, unrecorded
-from tbhooks.capture.dynamo import never_compiled
+from tbhooks.capture.autograd import in_backward, is_traced, without_dispatch_modes
+from tbhooks.capture.dynamo import dynamo_disable
 from tbhooks.capture.hooks.hook_types import ForwardHook
-from tbhooks.capture.hooks.observer import Probe
+from tbhooks.capture.hooks.observer import Observer
 from tbhooks.capture.preserve_state import gradients_aside, untouched
 from tbhooks.capture.recorder import Recorder
 from tbhooks.capture.selection import Selector
-from tbhooks.capture.session import Loop
+from tbhooks.capture.session import CaptureSession
 from tbhooks.capture.step.nan_replay import run_eagerly
 from tbhooks.capture.step.optimizer_round import GroupNumbers
 from tbhooks.capture.step.parameters import ParameterReader
@@ -57,7 +57,7 @@ _AT_ONCE: dict[str, Rule] = {rule.name: rule(frames=1) for rule in (dead_units, 
 ONE_PASS_RULES = tuple({**RULES, **_AT_ONCE}.values())
 
 
-@never_compiled
+@dynamo_disable
 def peek(model: nn.Module, /, *args: Any, loss: Loss = None, keep: Any = None, **kwargs: Any) -> Peeked:
     """Calls `model(*args, **kwargs)` once with every module read, and leaves the model exactly as it was.
 
@@ -78,15 +78,15 @@ def peek(model: nn.Module, /, *args: Any, loss: Loss = None, keep: Any = None, *
     _check_data(model)
     report = Report()
     recorder = Recorder(KINDS if loss is None else KINDS_WITH_LOSS)
-    onlooker = _Onlooker(model, recorder, report, _chosen(model, keep))
+    collector = _Collector(model, recorder, report, _chosen(model, keep))
     with _watches_paused(model), untouched(model, dict(tensor_tree.inputs(args, kwargs))) as unrestored:
-        notes = _run(model, args, kwargs, loss, onlooker, recorder, report)
+        notes = _run(model, args, kwargs, loss, collector, recorder, report)
         frame = _frame(recorder)
     judged = Judge(ONE_PASS_RULES, History())(frame)
     return Peeked(
         **{field.name: getattr(judged, field.name) for field in fields(Frame)},
-        outputs=onlooker.outputs, kept=onlooker.kept,
-        notes=(*notes, *onlooker.notes(), *report.messages, *unrestored),
+        outputs=collector.outputs, kept=collector.kept,
+        notes=(*notes, *collector.notes(), *report.messages, *unrestored),
     )  # fmt: skip
 
 
@@ -125,11 +125,11 @@ def _chosen(model: nn.Module, keep: object) -> frozenset[str]:
 
 
 def _run(
-    model: nn.Module, args: Any, kwargs: Any, loss: Loss, onlooker: _Onlooker, recorder: Recorder, report: Report
+    model: nn.Module, args: Any, kwargs: Any, loss: Loss, collector: _Collector, recorder: Recorder, report: Report
 ) -> list[str]:
-    reader = ParameterReader(model, onlooker.selector, recorder, GroupNumbers(), report)
+    reader = ParameterReader(model, collector.selector, recorder, GroupNumbers(), report)
     recorder.begin(with_buckets=True)
-    onlooker.begin(attach=True)
+    collector.begin(attach=True)
     notes = []
     try:
         with run_eagerly():
@@ -138,13 +138,13 @@ def _run(
             else:
                 notes = _forward_and_backward(model, args, kwargs, loss, recorder)
         reader.rest()
-        with unrecorded():
-            onlooker.units.log(recorder)
-        onlooker.end(keep_hooks=False)
+        with without_dispatch_modes():
+            collector.units.log(recorder)
+        collector.end(keep_hooks=False)
         if recorder.overflowed:
             notes.append("the pass made more calls than its buffer holds; the rest of it is not in its numbers")
     finally:
-        onlooker.abandon()
+        collector.abandon()
         reader.release()
     return notes
 
@@ -272,7 +272,7 @@ def _frame(recorder: Recorder) -> Frame:
 # Who looks on.
 
 
-class _Onlooker(Probe):
+class _Collector(Observer):
     """A probe that also tells what outputs are, and copies those that are to be kept."""
 
     def __init__(self, model: nn.Module, recorder: Recorder, report: Report, keeps: frozenset[str]) -> None:
@@ -289,7 +289,7 @@ class _Onlooker(Probe):
         super().saw_output(hook, output)
         if in_backward() or is_traced():
             return
-        with self._report.guarded(f"output of {hook.path}"), unrecorded():
+        with self._report.guarded(f"output of {hook.path}"), without_dispatch_modes():
             for index, tensor in tensor_tree.tensors(output):
                 name, dtype = hook.path + index, str(tensor.dtype).removeprefix("torch.")
                 self.outputs[name] = Output(type(hook.module()).__name__, _shape(tensor), dtype)
@@ -334,26 +334,26 @@ def _watches_paused(model: nn.Module) -> Iterator[None]:
             if isinstance(watching, Watch) and not watching._idle:
                 watched = watching._model()
                 if watched is not None and not modules.isdisjoint(watched.modules()):
-                    paused.enter_context(_paused(watching._loop))
+                    paused.enter_context(_paused(watching._session))
         yield
 
 
 @contextlib.contextmanager
-def _paused(loop: Loop) -> Iterator[None]:
+def _paused(loop: CaptureSession) -> Iterator[None]:
     """As `Watch.paused`, and nothing is told of the step that is open: it goes on afterwards as if nothing had been."""
-    probe, replay = loop.probe, loop._replay
-    seen, was_open, were_on = probe.seen, probe.gate.open, probe.placement._are_on
+    observer, replay = loop.observer, loop._replay
+    seen, was_open, were_on = observer.seen, observer.gate.open, observer.placement._are_on
     passes = [] if replay is None else replay._passes
     loop.pause()
-    probe.remove()
-    probe.seen = None
+    observer.remove()
+    observer.seen = None
     try:
         yield
     finally:
-        probe.seen = seen
+        observer.seen = seen
         loop.resume()
         if were_on:
-            probe.placement.put_on()
-        probe.gate.open = was_open
+            observer.placement.attach()
+        observer.gate.open = was_open
         if replay is not None:
             replay._passes = passes

@@ -15,7 +15,7 @@ from torch import nn
 from tbhooks import rules as judgement
 from tbhooks.api import environment, lifecycle, validation
 from tbhooks.api.handle import Watch, open_watches
-from tbhooks.capture.rank_context import Place, this_rank
+from tbhooks.capture.rank_context import RankContext, this_rank
 from tbhooks.capture.schedule import Schedule
 from tbhooks.capture.selection import Selector
 from tbhooks.capture.step.clock import MODES
@@ -85,12 +85,12 @@ def watch(
     for one in _listed(writer):
         _check_writer(one)
     sinks = sinks_of(writer) if is_first else ()
-    place = Place(this_rank(), first_step=_first_step(sinks))
+    place = RankContext(this_rank(), first_step=_first_step(sinks))
     if ranks == MERGE:
         place = join(describe(model, selector, kinds, schedule, step), place.first_step)
     watching = Watch(model, selector, kinds, schedule, step, place, sinks, chosen if is_first else (), sinks_of)
     if any(kind.__module__.partition(".")[0] == "keras" for kind in type(model).__mro__):
-        watching._report.tell(OF_KERAS)
+        watching._report.log_once(OF_KERAS)
     if not place.is_idle:
         watching._start()
     return watching

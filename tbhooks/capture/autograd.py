@@ -113,11 +113,11 @@ def at_end_of_backward(function: Callable[[], None]) -> None:
         _queue_callback(partial(_queue_callback, function))
 
 
-def unrecorded() -> contextlib.AbstractContextManager[Any]:
+def without_dispatch_modes() -> contextlib.AbstractContextManager[Any]:
     """What others record on this thread (tracers, selective checkpoints, FLOP counters) is not to include us."""
     return _disable_current_modes() if _dispatch_modes() else _NOTHING
 
 
-def labelled(what: str) -> contextlib.AbstractContextManager[Any]:
+def profiler_label(what: str) -> contextlib.AbstractContextManager[Any]:
     """What is done inside is called `tbhooks::<what>` in the traces of a profiler, if one runs."""
     return _Label(f"tbhooks::{what}") if is_profiled() else _NOTHING

@@ -21,7 +21,7 @@ import wrapt
 from torch import nn
 
 from tbhooks.capture import dynamo as compiled
-from tbhooks.capture.dynamo import Gate
+from tbhooks.capture.dynamo import CompileGate
 from tbhooks.reduction.torch_private import look_up
 
 _OURS = str(Path(__file__).parent)
@@ -33,7 +33,7 @@ _RESUMED = "torch_dynamo_resume_in_"
 class Watching(Protocol):
     """A watch on a model, as far as compilers are concerned."""
 
-    gate: Gate
+    gate: CompileGate
     lost_in: set[CodeType]
 
     def on_for_compiler(self) -> contextlib.AbstractContextManager[None]: ...

@@ -14,7 +14,7 @@ from torch import Tensor
 from tbhooks.capture.packed_step import Attached, Copy
 from tbhooks.data import stats
 from tbhooks.reduction import histogram
-from tbhooks.reduction.cpu import NOWHERE, Address
+from tbhooks.reduction.cpu import NULL, Address
 from tbhooks.reduction.finalize import Block
 
 # A step that never ends must not eat the device: past this many bytes of records, calls go unseen.
@@ -45,7 +45,7 @@ class Buffer:
         count_bytes = -(-histogram.SLOTS * 4 // unit) * unit if with_buckets else 0
         self.row_bytes, self.record_bytes = row_bytes, row_bytes + count_bytes
         self._chunks: list[Tensor] = []
-        self._address = NOWHERE
+        self._address = NULL
         self._rows: list[Tensor] = []
         self._counts: list[Tensor] = []
         self.records = 0
@@ -79,7 +79,7 @@ class Buffer:
     def addresses(self, record: int) -> tuple[Address, Address]:
         """Where the row and the counts lie of the record that was taken last, on a CPU."""
         row = self._address + record * self.record_bytes
-        return row, row + self.row_bytes if self.with_buckets else NOWHERE
+        return row, row + self.row_bytes if self.with_buckets else NULL
 
     def attach(self, number: int, tensor: Tensor) -> Attached:
         """Has a tensor ride along as it is now; `number` is the buffer's own."""

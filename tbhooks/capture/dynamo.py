@@ -31,7 +31,7 @@ hooks_are_guarded = False
 hooks_are_wanted = False
 """Whether compilation.py stands around what is being traced now, and wants hooks in it. Never while exporting."""
 NOT_GUARDED = "it was not seen running, and compiled code is not read: the compiler of this torch is not known"
-traced: list[Gate | None] = []
+traced: list[CompileGate | None] = []
 """What the running compilation has come across: the gates of module hooks, None for others of ours."""
 
 
@@ -46,7 +46,7 @@ class Observer(Protocol):
 def _nothing() -> None: ...
 
 
-class Gate:
+class CompileGate:
     """All that compiled code asks of a watch. Each answer is one graph, so there are two: read, and not read."""
 
     __slots__ = ("evaluation", "get_ready", "open", "serial", "was_compiled")
@@ -80,7 +80,7 @@ class Gate:
     compiling._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def may_read(gate: Gate | None = None) -> bool:
+def may_read(gate: CompileGate | None = None) -> bool:
     """Called while a hook is being compiled: whether it may become part of the graph."""
     if hooks_are_wanted:
         traced.append(gate)
@@ -103,23 +103,23 @@ _numbers = itertools.count(1)
 _observers: weakref.WeakValueDictionary[int, Observer] = weakref.WeakValueDictionary()
 
 
-def ticket(observer: Observer) -> Tensor:
+def hook_id(observer: Observer) -> Tensor:
     """What an observer is known by inside a compiled graph, as long as it lives."""
     number = next(_numbers)
     _observers[number] = observer
     return _host_number(number)
 
 
-def _see(tensor: Tensor | None, kind: str, index: str, gradient: str, ticket: Tensor, serial: Tensor) -> None:
+def _see(tensor: Tensor | None, kind: str, index: str, gradient: str, hook_id: Tensor, serial: Tensor) -> None:
     with _unheard("an operator in compiled code"):
-        observer = _observers.get(int(ticket))
+        observer = _observers.get(int(hook_id))
         if observer is not None and tensor is not None:
             observer.saw_in_graph(tensor, kind, index, gradient, int(serial))
 
 
-def _begin(ticket: Tensor) -> None:
+def _begin(hook_id: Tensor) -> None:
     with _unheard("an operator in compiled code"):
-        observer = _observers.get(int(ticket))
+        observer = _observers.get(int(hook_id))
         if observer is not None:
             observer.began_in_graph()
 
@@ -190,7 +190,7 @@ def _set_strategy(code: CodeType, itself: str, what_it_calls: str) -> None:
         _eval_frame.set_code_exec_strategy(code, strategy)
 
 
-def runs_as_python(function: Function) -> Function:
+def dynamo_skip(function: Function) -> Function:
     """Marks a function that torch.compile may trace as part of a model, but never compiles on its own."""
     _set_strategy(function.__code__, "SKIP", "SKIP")
     return function
@@ -223,30 +223,30 @@ def is_around() -> bool:
     return frame is not None and not frame.f_code.co_qualname.startswith("DisableContext")
 
 
-def never_compiled(function: Function) -> Function:
+def dynamo_disable(function: Function) -> Function:
     """Marks a function that torch.compile must not look into at all; what torch.compiler.disable does, unloaded."""
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    return runs_as_python(function)
+    return dynamo_skip(function)
 
 
-def show(tensor: Tensor, kind: str, index: str, wants_gradient: bool, ticket: Tensor, serial: Tensor) -> None:
+def show(tensor: Tensor, kind: str, index: str, wants_gradient: bool, hook_id: Tensor, serial: Tensor) -> None:
     """Puts a tensor, and if it is wanted its gradient, into the graph that is being compiled.
 
     torch._dynamo takes the call as it is; what it does is traced below it, where tensors take hooks again.
     """
     with _unheard("a hook in compiled code"):
-        _show(tensor, kind, index, wants_gradient, ticket, serial)
+        _show(tensor, kind, index, wants_gradient, hook_id, serial)
 
 
-def _show(tensor: Tensor, kind: str, index: str, wants_gradient: bool, ticket: Tensor, serial: Tensor) -> None:
+def _show(tensor: Tensor, kind: str, index: str, wants_gradient: bool, hook_id: Tensor, serial: Tensor) -> None:
     comes = NO_GRADIENT
     if wants_gradient and tensor.requires_grad and not tensor.is_leaf:  # a leaf outlives the graph, as would its hook
         comes = LOST_GRADIENT if _backward_is_compiled() else GRADIENT_COMES
-    see(tensor.detach(), kind, index, comes, ticket, serial)
+    see(tensor.detach(), kind, index, comes, hook_id, serial)
     if comes == GRADIENT_COMES:
 
         def saw(gradient: Tensor | None) -> None:  # None where only other outputs of the same operation are used
-            see(gradient, "gradient", index, NO_GRADIENT, ticket, serial)
+            see(gradient, "gradient", index, NO_GRADIENT, hook_id, serial)
 
         tensor.register_hook(saw)  # type: ignore[no-untyped-call]
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tbhooks.data import rank_spread, stats
-from tbhooks.data.artifacts import Exhibit
+from tbhooks.data.artifacts import Artifact
 from tbhooks.data.frame import GRADIENT_NORM, NONFINITE_SINCE, RAW_GRADIENT_NORM, Frame, Site
 from tbhooks.data.step_table import OF_PARAMETERS, UNKNOWN_PIECE, WHOLE, Merged, Table
 from tbhooks.reduction import finalize as parts
@@ -84,14 +84,14 @@ class Attached:
 
 Read = Callable[[Attached], NDArray[Any]]
 """Gives an attached tensor, once it is here."""
-Make = Callable[[Read], Iterable[Exhibit]]
+ArtifactBuilder = Callable[[Read], Iterable[Artifact]]
 """What is made of attached tensors in the background; it raises nothing."""
 Merge = Callable[[Table], Merged | None]
 """What all ranks saw, given what this one saw; None if that is not for this rank to know."""
 
 
 @dataclass(frozen=True)
-class Pending:
+class PackedStep:
     """A step whose copy is under way. `frames` waits for it; nothing here touches the device."""
 
     step: int
@@ -110,7 +110,7 @@ class Pending:
     """The lowest of the ranks that worked on the same batch."""
     merge: Merge | None = None
     """Joins it with what other ranks saw; they wait for that."""
-    makers: Sequence[Make] = ()
+    artifact_builders: Sequence[ArtifactBuilder] = ()
     """What makes the exhibits that go with it."""
 
     @property
@@ -118,11 +118,11 @@ class Pending:
         """What it holds of the host's memory until it is written: the copied records, and about what its lists take."""
         return sum(copy.host.nbytes for copy in self.copies.values()) + _CALL_BYTES * len(self.calls)
 
-    def without_numbers(self) -> Pending | None:
+    def without_numbers(self) -> PackedStep | None:
         """What is left to do if its numbers are dropped."""
         if self.merge is None:
             return None
-        return replace(self, copies={}, calls=[], scalars={}, earlier={}, makers=())
+        return replace(self, copies={}, calls=[], scalars={}, earlier={}, artifact_builders=())
 
     def frames(self) -> list[Frame]:
         """The step's frame, after what is only now known of earlier ones."""
@@ -148,18 +148,18 @@ class Pending:
     def _made(self, merged: Merged) -> list[Frame]:
         table = merged.table
         late = [self._scalar_frame(step, scalars) for step, scalars in table.earlier.items()]
-        exhibits = self._exhibits()
+        artifacts = self._artifacts()
         if table.sites:
-            return [*late, replace(self._frame(merged), exhibits=exhibits)]
-        if not table.scalars and not exhibits:
+            return [*late, replace(self._frame(merged), artifacts=artifacts)]
+        if not table.scalars and not artifacts:
             return late
-        return [*late, replace(self._scalar_frame(self.step, table.scalars), exhibits=exhibits)]
+        return [*late, replace(self._scalar_frame(self.step, table.scalars), artifacts=artifacts)]
 
-    def _exhibits(self) -> tuple[Exhibit, ...]:
+    def _artifacts(self) -> tuple[Artifact, ...]:
         def read(what: Attached) -> NDArray[Any]:
             return self.copies[what.buffer].attached(what)
 
-        return tuple(exhibit for make in self.makers for exhibit in make(read))
+        return tuple(artifact for make in self.artifact_builders for artifact in make(read))
 
     def _scalar_frame(self, step: int, scalars: dict[str, float]) -> Frame:
         nothing = np.zeros((0, 0), dtype=np.int64)

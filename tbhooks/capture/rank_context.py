@@ -12,7 +12,7 @@ from typing import Protocol
 from torch import distributed, nn
 
 from tbhooks.capture import sharded_tensors
-from tbhooks.capture.packed_step import Pending
+from tbhooks.capture.packed_step import PackedStep
 from tbhooks.data.process_rank import rank_and_world
 from tbhooks.data.self_report import Report
 from tbhooks.data.step_table import Merged, Table
@@ -32,7 +32,7 @@ class RankGroup(Protocol):
 
 
 @dataclass(frozen=True)
-class Place:
+class RankContext:
     """Where this process stands in its job."""
 
     rank: int = 0
@@ -55,7 +55,7 @@ class Place:
         """Whether it was to be merged, and there was nobody to merge with yet."""
         return self.wants_team and self.team is None and sharded_tensors.are_several()
 
-    def shared(self, pending: Pending, model: nn.Module | None, report: Report) -> Pending:
+    def shared(self, pending: PackedStep, model: nn.Module | None, report: Report) -> PackedStep:
         """A step as it goes to the pump: with what joins it with those of other ranks, if there are any."""
         if self.team is None:
             return pending

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tbhooks.capture import sharded_tensors
 from tbhooks.capture.device_buffer import Buffer, copy_out
-from tbhooks.capture.packed_step import Attached, Make, Pending, Scalars, Span
+from tbhooks.capture.packed_step import ArtifactBuilder, Attached, PackedStep, Scalars, Span
 from tbhooks.data import stats
 from tbhooks.data.frame import Site
 from tbhooks.reduction import batched, cpu, histogram, torch_rows, triton
@@ -68,7 +68,7 @@ def _reduce_divided(scale: Tensor) -> Reduce:
     return reduce
 
 
-def was_given_away(tensor: Tensor) -> bool:
+def storage_is_freed(tensor: Tensor) -> bool:
     """Whether its memory was, as sharded training does with weights it has gathered: reading it would be the end."""
     if not tensor.numel() or tensor.layout is not torch.strided or not torch_rows.has_storage(tensor):
         return False
@@ -106,7 +106,7 @@ class Recorder:
         """Of what is spread over ranks, which piece is here, and of how many."""
         self._scalars: Scalars = {}
         self._earlier: dict[int, Scalars] = {}
-        self._makers: list[Make] = []
+        self._makers: list[ArtifactBuilder] = []
 
     def wants(self, *kinds: str) -> bool:
         """Whether any of these kinds was asked for."""
@@ -157,9 +157,9 @@ class Recorder:
 
     def _record_any(self, site: int, tensor: Tensor, scale: Tensor | None) -> Span | None:
         local = sharded_tensors.here(tensor)
-        if sharded_tensors.is_spread(tensor):
+        if sharded_tensors.is_dtensor(tensor):
             self.pieces.setdefault(self.sites[site], sharded_tensors.piece(tensor))
-        if local is None or was_given_away(local):
+        if local is None or storage_is_freed(local):
             return None
         if scale is None and can_be_one_of_many(local):
             return self._record_one(local)
@@ -269,7 +269,7 @@ class Recorder:
             number, buffer = self._buffer(tensor)
             return buffer.attach(number, tensor)
 
-    def exhibit(self, make: Make) -> None:
+    def artifact(self, make: ArtifactBuilder) -> None:
         """What goes along with the step's frame, made in the background when the copy is there."""
         self._makers.append(make)
 
@@ -287,17 +287,17 @@ class Recorder:
     def scalar_tags(self) -> frozenset[str]:
         return frozenset(self._scalars)
 
-    def scalars_alone(self, step: int, rank: int, scalars: Scalars) -> Pending:
+    def scalars_alone(self, step: int, rank: int, scalars: Scalars) -> PackedStep:
         """A step's scalars that need no copy, for a step that was handed over before they came."""
-        return Pending(step, time.time(), rank, [], self._shown, False, {}, [], scalars, {})
+        return PackedStep(step, time.time(), rank, [], self._shown, False, {}, [], scalars, {})
 
-    def pack(self, step: int, rank: int) -> Pending:
+    def pack(self, step: int, rank: int) -> PackedStep:
         """Starts the one copy of the step and forgets it."""
         with self._lock:
             copies = {i: copy_out(buffer) for i, buffer in enumerate(self._buffers) if not buffer.is_empty}
-            pending = Pending(
+            pending = PackedStep(
                 step, time.time(), rank, self.sites[:], self._shown, self.with_buckets,
-                copies, self.calls, self._scalars, self._earlier, dict(self.pieces), makers=self._makers,
+                copies, self.calls, self._scalars, self._earlier, dict(self.pieces), artifact_builders=self._makers,
             )  # fmt: skip
             self.restart()
         return pending

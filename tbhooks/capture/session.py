@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from tbhooks.capture.autograd import labelled, unrecorded
-from tbhooks.capture.hooks.observer import Probe
-from tbhooks.capture.packed_step import Pending
-from tbhooks.capture.rank_context import Place
+from tbhooks.capture.autograd import profiler_label, without_dispatch_modes
+from tbhooks.capture.hooks.observer import Observer
+from tbhooks.capture.packed_step import PackedStep
+from tbhooks.capture.rank_context import RankContext
 from tbhooks.capture.recorder import Recorder
 from tbhooks.capture.scalars.running_means import Averages
 from tbhooks.capture.scalars.training_metrics import Progress
@@ -27,7 +27,7 @@ from tbhooks.capture.schedule import Schedule
 from tbhooks.capture.selection import Selector, unwrap
 from tbhooks.capture.step import grad_scaler
 from tbhooks.capture.step.clock import Clock
-from tbhooks.capture.step.evaluation import Aside, Asides, Evaluation
+from tbhooks.capture.step.evaluation import Asides, Evaluation, ModelListener
 from tbhooks.capture.step.grad_scaler import ScalerReader
 from tbhooks.capture.step.nan_replay import Replay
 from tbhooks.capture.step.nonfinite_tripwire import Tripwire
@@ -48,22 +48,22 @@ class Profile(Protocol):
     def stop(self, step: int) -> None: ...
 
 
-class Loop:
+class CaptureSession:
     """Listens to the clock; reads logged steps; hands each over once nothing more can belong to it."""
 
     def __init__(
         self, model: nn.Module, selector: Selector, kinds: tuple[str, ...], schedule: Schedule, mode: str,
-        place: Place, submit: Callable[[Pending], None], report: Report,
+        place: RankContext, submit: Callable[[PackedStep], None], report: Report,
     ) -> None:  # fmt: skip
         self.recorder = Recorder(kinds)
-        self.probe = Probe(model, selector, self.recorder, report)
+        self.observer = Observer(model, selector, self.recorder, report)
         self._groups = GroupNumbers()
         self.parameters = ParameterReader(model, selector, self.recorder, self._groups, report)
         self.clock = Clock(mode, unwrap(model), self, report)
-        self.scaler = ScalerReader(self.probe, self.clock, self.recorder, report)
-        self.probe.backward_begins = self.clock.alone(self.parameters.backward_begins)
-        self.probe.backward_ended = self.clock.alone(self.parameters.backward_ended)
-        self.other_optimizer_stepped = self.probe.other_optimizer_stepped
+        self.scaler = ScalerReader(self.observer, self.clock, self.recorder, report)
+        self.observer.backward_begins = self.clock.alone(self.parameters.backward_begins)
+        self.observer.backward_ended = self.clock.alone(self.parameters.backward_ended)
+        self.other_optimizer_stepped = self.observer.other_optimizer_stepped
         self.scaler.unscaled = self.parameters.unscaled
         self.scaler.step_skipped = self._step_skipped
         self.tripwire = Tripwire()
@@ -84,12 +84,12 @@ class Loop:
         self._report = report
         self._thread = threading.get_ident()
         self._pauses = 0
-        self._scalars = Scalars(self.recorder, self.probe, self._model, place, submit)
+        self._scalars = Scalars(self.recorder, self.observer, self._model, place, submit)
 
     def start(self) -> None:
         grad_scaler.listen(self.scaler)
         self.clock.start()
-        self.probe.placement.start()
+        self.observer.placement.start()
         self._begin_if_due()
 
     def stop(self, is_failing: bool = False) -> None:
@@ -100,7 +100,7 @@ class Loop:
             self._step_is_over()
             # Other ranks have none that is cut short; where forwards count, it is whole.
             awaited = self._team is not None and self.clock.mode != "forward"
-            if self.probe.seen is not None and self.recorder.calls and not awaited:
+            if self.observer.seen is not None and self.recorder.calls and not awaited:
                 self._end_cut_short(is_failing)
                 self._scalars.last = Step(self.clock.count, is_logged=True)
                 self._pack(self._scalars.last)
@@ -121,11 +121,11 @@ class Loop:
         if self.clock.mode == "optimizer" and self.clock.count and not is_failing:
             self.recorder.keep_scalars_only("train/")
             return
-        self.probe.leave_out_unused()
+        self.observer.leave_out_unused()
         if self.clock.mode != "optimizer":  # no optimizer will come to read them at
             self.parameters.rest()
-        with unrecorded():
-            self.probe.onlookers.end(self.recorder)
+        with without_dispatch_modes():
+            self.observer.collectors.end(self.recorder)
 
     def forget_everyone(self) -> None:
         """Nobody calls any more: no optimizer, no scaler, no forward."""
@@ -137,13 +137,13 @@ class Loop:
 
     def abandon(self) -> None:
         """Forgets the open step and leaves no hook on the model."""
-        self.probe.abandon()
+        self.observer.abandon()
         self.parameters.forget()
 
     def forked(self) -> None:
         """In a forked child, whoever held a lock does not exist."""
         self.clock.lock = threading.RLock()
-        self.probe.placement.forked()
+        self.observer.placement.forked()
 
     def settle(self, for_good: bool = False) -> None:
         """Hands over everything that has ended: for a reader who waits, which only the training thread can do, or
@@ -155,7 +155,7 @@ class Loop:
             return
         with self._report.guarded("handing over a step"), self.clock.lock:
             self._step_is_over()
-            if self.probe.seen is None and self._team is None:
+            if self.observer.seen is None and self._team is None:
                 self._hand_over_held()
             self._finish_evaluation()
             if for_good and self._scalars.averages is not None:
@@ -166,7 +166,7 @@ class Loop:
         with self._report.guarded("pausing"), self.clock.lock:
             self._step_is_over()  # the next one may begin in the pause, unseen
         self._pauses += 1
-        self.probe.detach()
+        self.observer.detach()
         self.clock.leave_forwards()
         self._asides.stop()
         self._scalars.next_forward.stop()
@@ -179,17 +179,17 @@ class Loop:
             self.clock.watch_forwards()
             self._asides.start()
             self._scalars.watch_next_forward(self._pauses > 0)
-            if self.probe.seen is not None:
-                self.probe.attach()
-            elif self.probe.gate.was_compiled:
-                self.probe.placement.put_on()
+            if self.observer.seen is not None:
+                self.observer.attach()
+            elif self.observer.gate.was_compiled:
+                self.observer.placement.attach()
 
     def read_evaluations(self) -> None:
         """From now on evaluation passes are read, apart from training."""
         if self._evaluation is None:
             with_buckets = self.schedule.histograms is not False
             self._evaluation = Evaluation(
-                self._model, self.probe, self._kinds, with_buckets, self._hand_over_evaluation, self._report
+                self._model, self.observer, self._kinds, with_buckets, self._hand_over_evaluation, self._report
             )
             self._listen(self._evaluation)
 
@@ -201,14 +201,14 @@ class Loop:
     def replay_when(self, sick: Callable[[int, Replay], None]) -> None:
         """From now on the gradients of every step are looked at, and `sick` is called if they are not finite."""
         if self._replay is None:
-            self._replay = Replay(self._model, self.probe, sick, self._report)
+            self._replay = Replay(self._model, self.observer, sick, self._report)
             self._listen(self._replay)
 
     def average(self, every: int) -> None:
         """From now on what is logged is written as means, on steps of its own."""
         if self._scalars.averages is None:
             self._scalars.averages = Averages(
-                self._model, self.probe, self._place, self._submit, self._training_goes_on, self._report
+                self._model, self.observer, self._place, self._submit, self._training_goes_on, self._report
             )
             self._listen(self._scalars.averages)
         self._scalars.averages.every = every
@@ -227,7 +227,7 @@ class Loop:
             self._finish_evaluation()
             self._scalars.no_more()
 
-    def _listen(self, aside: Aside) -> None:
+    def _listen(self, aside: ModelListener) -> None:
         self._asides.add(aside)
         if not self._pauses:
             aside.start()
@@ -240,7 +240,7 @@ class Loop:
 
     def log(self, values: dict[str, Tensor | float]) -> None:
         """Numbers of the user, each to the step it belongs to: the open one, or the one that has just ended."""
-        with self._report.guarded("log"), self.clock.lock, labelled("log"):
+        with self._report.guarded("log"), self.clock.lock, profiler_label("log"):
             for tag, value in values.items():
                 self._scalars.log(tag, value)
             if self._scalars.has_all:
@@ -267,40 +267,40 @@ class Loop:
     def parameters_now(self) -> frozenset[int]:
         return self.parameters.now()
 
-    def admits(self, model: nn.Module) -> bool:
-        return self.probe.admits(model)
+    def is_training_pass(self, model: nn.Module) -> bool:
+        return self.observer.is_training_pass(model)
 
     def is_logging(self) -> bool:
-        return self.probe.seen is not None and not self._pauses
+        return self.observer.seen is not None and not self._pauses
 
     def gradients_seen(self) -> bool:
-        return self.probe.gradients_seen
+        return self.observer.gradients_seen
 
     def watch_root(self, told: Callable[[], None], in_graph: bool) -> RemovableHandle | None:
-        return self.probe.watch_root(told, in_graph)
+        return self.observer.watch_root(told, in_graph)
 
     def hooks_are_compiled(self) -> bool:
-        return self.probe.gate.was_compiled
+        return self.observer.gate.was_compiled
 
     def before_optimizer(self, optimizer: Optimizer, has_closure: bool) -> None:
         self._step_is_over()
         self._scalars.no_more()
-        self.probe.optimizer_steps(self.clock.count)
+        self.observer.optimizer_steps(self.clock.count)
         self.scaler.before_optimizer(optimizer)
-        with unrecorded():
+        with without_dispatch_modes():
             self.tripwire.look(optimizer, self.clock.count)
         if self._replay is not None:
             self._replay.look(optimizer, self.clock.count)
         self._scalars.before_optimizer(optimizer, self.clock.count)
-        if self.probe.seen is not None and not self._pauses:
-            with unrecorded(), labelled("parameters"):
+        if self.observer.seen is not None and not self._pauses:
+            with without_dispatch_modes(), profiler_label("parameters"):
                 self.scaler.log()
                 self.tripwire.log(self.recorder)
                 self.parameters.before(optimizer, has_closure)
 
     def after_optimizer(self, optimizer: Optimizer, has_closure: bool) -> None:
-        if self.probe.seen is not None and not self._pauses:
-            with unrecorded(), labelled("parameters"):
+        if self.observer.seen is not None and not self._pauses:
+            with without_dispatch_modes(), profiler_label("parameters"):
                 self.parameters.after(optimizer, has_closure)
 
     def _step_skipped(self, optimizer: Optimizer) -> None:
@@ -309,9 +309,9 @@ class Loop:
             self._step_is_over()
             self._scalars.no_more()
             self._scalars.was_skipped = True
-            self.probe.start_over()
+            self.observer.start_over()
             self.parameters.forget()
-        elif self.clock.mode in ("manual", "forward") and self.probe.seen is not None:
+        elif self.clock.mode in ("manual", "forward") and self.observer.seen is not None:
             self.scaler.log()
 
     def raise_if_asked(self) -> None:
@@ -322,7 +322,7 @@ class Loop:
         self._step_ended(self.clock.count)
 
     def _step_ended(self, label: int) -> None:
-        with labelled("step"):
+        with profiler_label("step"):
             self._end_step(label)
         for profile in self.profiles:
             profile.step_ended(self.clock.count)
@@ -341,7 +341,7 @@ class Loop:
         next_is_logged = self._logs(self.clock.count + 1)
         ended = self._scalars.step_ends(label, self.clock.count)
         if next_is_logged:
-            self.probe.next_forward = self.clock.alone(self._step_is_over)
+            self.observer.next_forward = self.clock.alone(self._step_is_over)
         if ended.is_logged:
             self._warn_if_blind(label)
             self._end_reading(keep_hooks=next_is_logged and not self._pauses)
@@ -354,9 +354,9 @@ class Loop:
                 self._scalars.hand_over()
         if next_is_logged:
             self._begin()
-        if self.clock.mode == "forward" and self.probe.gate.was_compiled:
+        if self.clock.mode == "forward" and self.observer.gate.was_compiled:
             # The forward that ended the step is under way, in the graph it has chosen; the next one chooses now.
-            self.probe.gate.open = self._logs(self.clock.count + 2)
+            self.observer.gate.open = self._logs(self.clock.count + 2)
 
     @property
     def _others_wait(self) -> bool:
@@ -381,7 +381,7 @@ class Loop:
     def _pack(self, step: Step) -> None:
         """Whatever goes wrong, the recorder is free for the next step afterwards."""
         if self._place.has_missed_the_others:
-            self._report.tell("ranks are not merged: call init_process_group() before watch()")
+            self._report.log_once("ranks are not merged: call init_process_group() before watch()")
         try:
             if not self._place.is_another and (self.recorder.has_something or self._team is not None):
                 step.pack(self._copied(step.label))
@@ -391,11 +391,11 @@ class Loop:
                 self.recorder.restart()
                 step.abandon()
 
-    def _copied(self, label: int) -> Pending:
+    def _copied(self, label: int) -> PackedStep:
         self._scalars.ride()
         if triton.failure:
-            self._report.tell(f"Triton is installed and does not work; torch operations serve: {triton.failure}")
-        with labelled("copy"):
+            self._report.log_once(f"Triton is installed and does not work; torch operations serve: {triton.failure}")
+        with profiler_label("copy"):
             pending = self.recorder.pack(label, self._rank)
         return self._place.shared(pending, self._model(), self._report)
 
@@ -411,25 +411,25 @@ class Loop:
     def _begin(self) -> None:
         self.clock.look_again()
         self.recorder.begin(self.schedule.takes_histograms(self.logged))
-        self.probe.begin(attach=not self._pauses)
+        self.observer.begin(attach=not self._pauses)
 
     def _end_reading(self, keep_hooks: bool) -> None:
         if not self._pauses:
             self.parameters.rest()
         self.parameters.forget()
-        self.probe.leave_out_unused()
-        with unrecorded():
-            self.probe.units.log(self.recorder)
-            self.probe.onlookers.end(self.recorder)
-        self.probe.end(keep_hooks)
+        self.observer.leave_out_unused()
+        with without_dispatch_modes():
+            self.observer.units.log(self.recorder)
+            self.observer.collectors.end(self.recorder)
+        self.observer.end(keep_hooks)
         if self.recorder.overflowed:
-            self._report.tell("a step made more calls than its buffer holds; the rest of it is not in its numbers")
+            self._report.log_once("a step made more calls than its buffer holds; the rest of it is not in its numbers")
 
     def _hand_over_held(self) -> None:
         if self._scalars.holds_some and self._rank == 0:
             self._submit(replace(self._copied(self.clock.count), merge=None))
 
     def _warn_if_blind(self, label: int) -> None:
-        if not self._pauses and self.recorder.wants("activation", "gradient", "input") and self.probe.is_blind:
-            why = self.probe.placement.why_blind()
-            self._report.tell(f"step {label} was to be logged, but {why}", once=why)
+        if not self._pauses and self.recorder.wants("activation", "gradient", "input") and self.observer.is_blind:
+            why = self.observer.placement.why_blind()
+            self._report.log_once(f"step {label} was to be logged, but {why}", once=why)

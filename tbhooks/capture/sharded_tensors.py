@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 _PLAIN = (Tensor, nn.Parameter)
 
 
-def is_spread(tensor: Tensor) -> bool:
+def is_dtensor(tensor: Tensor) -> bool:
     """Whether other ranks may hold parts of it, as they do of a DTensor."""
     return type(tensor) not in _PLAIN and hasattr(tensor, "to_local")
 
@@ -64,7 +64,7 @@ def is_of_first_fsdp(parameter: Tensor) -> bool:
 
 def needs_others_to_run(model: nn.Module) -> bool:
     """Whether its forward asks other ranks for something, as far as can be known."""
-    if any(is_spread(parameter) or is_of_first_fsdp(parameter) for parameter in model.parameters()):
+    if any(is_dtensor(parameter) or is_of_first_fsdp(parameter) for parameter in model.parameters()):
         return True
     return are_several() and any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
 

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from tbhooks.capture import selection, sharded_tensors
 from tbhooks.capture.hooks.collectors import guarded
 from tbhooks.capture.packed_step import Attached, Read
-from tbhooks.capture.recorder import Recorder, was_given_away
+from tbhooks.capture.recorder import Recorder, storage_is_freed
 from tbhooks.collectors import channel_split
 from tbhooks.data import stats
-from tbhooks.data.artifacts import Channels, Exhibit
+from tbhooks.data.artifacts import Artifact, Channels
 from tbhooks.data.errors import ArgumentError
 from tbhooks.data.self_report import Report
 from tbhooks.reduction import batched, cpu, finalize, histogram, torch_rows
@@ -102,7 +102,7 @@ class PerChannel:
         if not tensor.is_floating_point() or tensor.layout is not torch.strided or tensor.is_nested:
             if path in self._layers:
                 why = f"{torch_rows.describe(tensor)}: only real numbers are counted"
-                self._report.cannot_see(f"per_channel/{path}{index}", why)
+                self._report.mark_unseen(f"per_channel/{path}{index}", why)
         elif kind == "input":
             if path in self._projections:
                 owner = self._projections[path]
@@ -142,7 +142,7 @@ class PerChannel:
             ("weight", name, word) in self._sums
             or local is None
             or torch_rows.has_no_data(local)
-            or was_given_away(local)
+            or storage_is_freed(local)
         ):
             return
         if heads is None:
@@ -155,11 +155,13 @@ class PerChannel:
             return
         shown = by_channel.detach()[:MOST_CHANNELS]
         if len(shown) < len(by_channel):
-            self._report.cannot_see(f"per_channel/{name}", f"{MOST_CHANNELS} of {len(by_channel)} channels are counted")
+            self._report.mark_unseen(
+                f"per_channel/{name}", f"{MOST_CHANNELS} of {len(by_channel)} channels are counted"
+            )
         sums = self._sums.setdefault((kind, name, word), Sums(len(shown)))
         if len(shown) != sums.channels or len(sums.pieces) >= MOST_CALLS:
             why = f"calls with other channels than the first, or past {MOST_CALLS} parts of a step, are not counted"
-            self._report.cannot_see(f"per_channel/{name}", why)
+            self._report.mark_unseen(f"per_channel/{name}", why)
         if shown.numel() == 0 or len(shown) != sums.channels or len(sums.pieces) >= MOST_CALLS:
             return
         with torch.no_grad(), torch.autocast(shown.device.type, enabled=False):
@@ -177,7 +179,7 @@ class PerChannel:
             ]
             if riding:
                 make = partial(_make, kind, riding, self._draws)
-                recorder.exhibit(guarded(make, self._report, "numbers of channels"))
+                recorder.artifact(guarded(make, self._report, "numbers of channels"))
 
     def forget(self) -> None:
         self.begin()
@@ -186,7 +188,7 @@ class PerChannel:
         named = {name for kind, name, _ in list(self._sums) if kind == "activation"}
         for path in self._have_run & self._heads.keys() if "activation" in self._kinds else ():
             if not any(name == path or name.startswith((f"{path}[", f"{path}:")) for name in named):
-                self._report.cannot_see(f"per_channel/{path}", HEADS_UNSEEN)
+                self._report.mark_unseen(f"per_channel/{path}", HEADS_UNSEEN)
 
 
 def of_model(
@@ -236,7 +238,7 @@ def _attached(sums: Sums, recorder: Recorder) -> tuple[_Pieces, Attached | None]
     return pieces, None if sums.counts is None else recorder.attach(sums.counts)
 
 
-def _make(kind: str, riding: Sequence[_Riding], draws: bool, read: Read) -> Iterable[Exhibit]:
+def _make(kind: str, riding: Sequence[_Riding], draws: bool, read: Read) -> Iterable[Artifact]:
     """In the background: what all calls of each layer saw, merged."""
     names, values, counts = [], [], []
     for name, word, channels, pieces, counted in riding:

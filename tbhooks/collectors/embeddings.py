@@ -21,7 +21,7 @@ from tbhooks.capture import selection
 from tbhooks.capture.hooks.collectors import guarded
 from tbhooks.capture.packed_step import Attached, Read
 from tbhooks.capture.recorder import Recorder
-from tbhooks.data.artifacts import Embedding, Exhibit
+from tbhooks.data.artifacts import Artifact, Embedding
 from tbhooks.data.errors import ArgumentError, nearest, shown
 from tbhooks.data.frame import ROOT
 from tbhooks.data.self_report import Report
@@ -72,7 +72,7 @@ class Source:
             return None
         many = len(given)
         if many != (min(size, MOST_OF_A_STEP) if self._indices else size):
-            report.tell(f"{self.what} of a batch of {size} samples were {many}; none of them is shown")
+            report.log_once(f"{self.what} of a batch of {size} samples were {many}; none of them is shown")
             return None
         return cut(given, taken)
 
@@ -151,7 +151,7 @@ class Embeddings:
 
     def _saw_output(self, name: str, tensor: Tensor) -> None:
         if not tensor.is_floating_point() or tensor.layout is not torch.strided or not tensor.dim() or tensor.is_nested:
-            self._report.cannot_see(f"embeddings/{name}", f"{describe(tensor)}: a point has real numbers")
+            self._report.mark_unseen(f"embeddings/{name}", f"{describe(tensor)}: a point has real numbers")
             return
         earlier = self._seen.setdefault(name, [])
         batch = tensor.detach() if tensor.dim() > 1 else tensor.detach()[None]
@@ -189,19 +189,19 @@ class Embeddings:
             for rows in several
         ]
         if riding:
-            recorder.exhibit(guarded(partial(self._keep, riding, shows), self._report, "embeddings"))
+            recorder.artifact(guarded(partial(self._keep, riding, shows), self._report, "embeddings"))
 
     def forget(self) -> None:
         self.begin()
 
-    def _keep(self, riding: Sequence[tuple[str, list[Any]]], shows: bool, read: Read) -> Iterable[Exhibit]:
+    def _keep(self, riding: Sequence[tuple[str, list[Any]]], shows: bool, read: Read) -> Iterable[Artifact]:
         """In the background."""
         for name, parts in riding:
             points, labels, thumbnails = (read(part) if isinstance(part, Attached) else part for part in parts)
             reservoir = self._reservoirs.setdefault(name, Reservoir(self._most))
             reservoir.offer(points, None if labels is None else texts(labels), thumbnails)
             if reservoir.left_out:
-                self._report.tell(
+                self._report.log_once(
                     f"embeddings of {name}: points with NaN or Inf are left out", once=f"not finite {name}"
                 )
         for name in dict.fromkeys(name for name, _ in riding) if shows else ():

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from tbhooks.capture import schedule, selection, sharded_tensors
 from tbhooks.capture.hooks.collectors import guarded
 from tbhooks.capture.packed_step import Attached, Read
-from tbhooks.capture.recorder import Recorder, was_given_away
+from tbhooks.capture.recorder import Recorder, storage_is_freed
 from tbhooks.capture.selection import Matcher
 from tbhooks.collectors import image_tiles
 from tbhooks.collectors.image_tiles import Tiles
-from tbhooks.data.artifacts import Exhibit, Picture
+from tbhooks.data.artifacts import Artifact, Picture
 from tbhooks.data.frame import ROOT
 from tbhooks.data.self_report import Report
 from tbhooks.drawing import tensor_grid
@@ -101,7 +101,7 @@ class Pictures:
         self.forget()  # first: a watch may be closed from another thread, while modules run
         if seen:
             riding = [(key, part.natural, part.words, recorder.attach(part.numbers)) for key, part in seen.items()]
-            recorder.exhibit(guarded(partial(_paint, riding), self._report, "painting pictures"))
+            recorder.artifact(guarded(partial(_paint, riding), self._report, "painting pictures"))
 
     def forget(self) -> None:
         self.begin()
@@ -116,7 +116,7 @@ class Pictures:
         module = self._filters[path]() if path in self._filters else None
         weight = None if module is None else getattr(module, "weight", None)
         local = sharded_tensors.here(weight) if isinstance(weight, Tensor) else None
-        if local is None or has_no_data(local) or was_given_away(local) or local.dim() != 4:
+        if local is None or has_no_data(local) or storage_is_freed(local) or local.dim() != 4:
             return
         if max(local.shape[2:]) <= LARGEST_FILTER:
             self._take("weight", f"{path}.weight", local, image_tiles.of_filters)
@@ -126,12 +126,12 @@ class Pictures:
         if (kind, name) in self._seen:
             return
         if not image_tiles.is_shown(tensor, kind):
-            self._report.cannot_see(_tag(kind, name), f"{describe(tensor)}: pictures show real numbers")
+            self._report.mark_unseen(_tag(kind, name), f"{describe(tensor)}: pictures show real numbers")
             return
         part = choose(tensor.detach())
         if part is None:
             if kind != "weight":
-                self._report.cannot_see(_tag(kind, name), f"a tensor of shape {list(tensor.shape)} is no picture")
+                self._report.mark_unseen(_tag(kind, name), f"a tensor of shape {list(tensor.shape)} is no picture")
         elif self._has_room(kind, name, part.numbers):
             with torch.no_grad():
                 self._seen[kind, name] = part._replace(numbers=part.numbers.clone())
@@ -140,7 +140,7 @@ class Pictures:
         needed = numbers.numel() * max(numbers.itemsize, 4 if numbers.dtype is torch.bfloat16 else 1)
         if self._bytes + needed > self._most_bytes:
             why = f"pictures of a step take at most {self._most_bytes} bytes; images(..., most_bytes=) changes that"
-            self._report.cannot_see(_tag(kind, name), why)
+            self._report.mark_unseen(_tag(kind, name), why)
             return False
         self._bytes += needed
         return True
@@ -150,7 +150,7 @@ def _tag(kind: str, name: str) -> str:
     return f"images.{kind}/{name}"
 
 
-def _paint(riding: Iterable[tuple[_Key, bool, str, Attached]], read: Read) -> Iterable[Exhibit]:
+def _paint(riding: Iterable[tuple[_Key, bool, str, Attached]], read: Read) -> Iterable[Artifact]:
     """In the background."""
     for (kind, name), natural, words, attached in riding:
         numbers = read(attached)

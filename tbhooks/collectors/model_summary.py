@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from tbhooks.capture import selection
-from tbhooks.capture.hooks.collectors import Onlookers, guarded
+from tbhooks.capture.hooks.collectors import Collectors, guarded
 from tbhooks.capture.packed_step import Read
 from tbhooks.capture.recorder import Recorder
 from tbhooks.collectors.graph.describe import is_called, shape_of, type_of
-from tbhooks.data.artifacts import Exhibit
+from tbhooks.data.artifacts import Artifact
 from tbhooks.data.frame import ROOT
 from tbhooks.data.self_report import Report
-from tbhooks.drawing.model_table import Layer, Layers, as_exhibit
+from tbhooks.drawing.model_table import Layer, Layers, as_artifact
 
 
 @dataclass
@@ -33,12 +33,12 @@ class _Outputs:
     nbytes: int = 0
 
 
-class SummaryOnlooker:
+class SummaryCollector:
     """Knows the layers, and fills in their outputs once."""
 
-    def __init__(self, model: weakref.ref[nn.Module], onlookers: Onlookers, report: Report) -> None:
+    def __init__(self, model: weakref.ref[nn.Module], collectors: Collectors, report: Report) -> None:
         self._model = model
-        self._onlookers = onlookers
+        self._collectors = collectors
         self._report = report
         self._seen: dict[str, _Outputs] = {}
         self._samples = 0
@@ -75,12 +75,12 @@ class SummaryOnlooker:
             return
         self._is_done = True
         self.layers = layers = self._described()
-        self._onlookers.change_wishes()
+        self._collectors.change_wishes()
 
-        def make(_read: Read) -> Iterable[Exhibit]:
-            return [as_exhibit(layers)]
+        def make(_read: Read) -> Iterable[Artifact]:
+            return [as_artifact(layers)]
 
-        recorder.exhibit(guarded(make, self._report, "writing the summary"))
+        recorder.artifact(guarded(make, self._report, "writing the summary"))
         self.forget()
 
     def forget(self) -> None:

@@ -15,8 +15,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.hooks import RemovableHandle
 
 from tbhooks.capture.autograd import is_profiled
-from tbhooks.capture.dynamo import runs_as_python
-from tbhooks.capture.hooks.observer import Probe
+from tbhooks.capture.dynamo import dynamo_skip
+from tbhooks.capture.hooks.observer import Observer
 from tbhooks.data.frame import Frame
 from tbhooks.data.self_report import Report
 
@@ -40,7 +40,7 @@ class Trace:
     def frames(self) -> list[Frame]:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.profiler.export_chrome_trace(str(self.path))
-        self.report.tell(
+        self.report.log_once(
             f"the trace of the profiled steps is in {self.path}; open it at https://ui.perfetto.dev or chrome://tracing",
             level=logging.INFO,
         )
@@ -51,10 +51,11 @@ class Profile:
     """The steps from `first` to `last`, both included."""
 
     def __init__(
-        self, first: int, last: int, directory: Path, probe: Probe, submit: Callable[[Trace], None], report: Report
+        self, first: int, last: int, directory: Path, observer: Observer, submit: Callable[[Trace], None],
+        report: Report,
     ) -> None:  # fmt: skip
         self.first, self.last = first, last
-        self._probe = probe
+        self._observer = observer
         self._directory = directory
         self._submit = submit
         self._report = report
@@ -77,7 +78,7 @@ class Profile:
             return
         if is_profiled():
             self._is_over = True
-            self._report.tell(f"steps {self.first} to {self.last} are not profiled: a profiler runs already")
+            self._report.log_once(f"steps {self.first} to {self.last} are not profiled: a profiler runs already")
             return
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
         profiler = profile(activities=activities)
@@ -88,12 +89,12 @@ class Profile:
         """Steps end inside the optimizer's, which would seem to take as long as stopping does: the next forward is
         soon enough. A compiled one is not to change for it.
         """
-        if self._profiler is not None and not self._probe.gate.was_compiled:
-            self._root = self._probe.watch_root(self._forward_begins, in_graph=False)
+        if self._profiler is not None and not self._observer.gate.was_compiled:
+            self._root = self._observer.watch_root(self._forward_begins, in_graph=False)
         else:
             self.stop(self.last)
 
-    @runs_as_python
+    @dynamo_skip
     def _forward_begins(self) -> None:
         with self._report.guarded("profiling"):
             self.stop(self.last)

@@ -86,10 +86,10 @@ class Hyperparameters:
 
 
 @dataclass(frozen=True)
-class Ended:
+class RunEnded:
     """A run whose hyperparameters were told is over."""
 
     failed: bool
 
 
-Exhibit = Text | Picture | Graph | Channels | Embedding | Hyperparameters | Ended
+Artifact = Text | Picture | Graph | Channels | Embedding | Hyperparameters | RunEnded

@@ -16,7 +16,7 @@ import numpy as np
 
 from tbhooks.data import rank_spread as spread
 from tbhooks.data import stats
-from tbhooks.data.artifacts import Exhibit
+from tbhooks.data.artifacts import Artifact
 from tbhooks.data.errors import ArgumentError, UnknownSiteError, nearest
 from tbhooks.data.rank_spread import Spread
 from tbhooks.data.stats import BUCKETS, COLUMNS, STAT_NAMES, Counts, Floats
@@ -171,7 +171,7 @@ class Frame:
     findings: tuple[Finding, ...] = ()
     scalars: Mapping[str, float] = field(default_factory=dict)
     spreads: Floats = field(default_factory=lambda: spread.nothing(0))
-    exhibits: tuple[Exhibit, ...] = ()
+    artifacts: tuple[Artifact, ...] = ()
 
     def __post_init__(self) -> None:
         n = len(self.sites)

@@ -134,4 +134,4 @@ class History:
 
 def _numbers_of(frame: Frame) -> Frame:
     """Without pictures and their like, which weigh more than everything else together."""
-    return replace(frame, exhibits=()) if frame.exhibits else frame
+    return replace(frame, artifacts=()) if frame.artifacts else frame

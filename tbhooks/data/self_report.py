@@ -155,14 +155,14 @@ class Report:
         """Counts an exception of ours and tells each kind of it once."""
         with self._lock:  # training and the background thread count here
             self.errors += 1
-        self.tell(f"{where}: {described(problem)}", level=logging.ERROR, once=f"{where}: {type(problem).__name__}")
+        self.log_once(f"{where}: {described(problem)}", level=logging.ERROR, once=f"{where}: {type(problem).__name__}")
 
     def drop(self, why: str, steps: int = 1) -> None:
         with self._lock:
             self.dropped += steps
-        self.tell(f"a logged step was dropped: {why}", level=logging.WARNING)
+        self.log_once(f"a logged step was dropped: {why}", level=logging.WARNING)
 
-    def tell(self, message: str, level: int = logging.WARNING, once: str | None = None) -> None:
+    def log_once(self, message: str, level: int = logging.WARNING, once: str | None = None) -> None:
         """Says something once, to the log and to `Stats.messages`; `once` stands for what may vary in it."""
         with self._lock:
             if (once or message) in self._told or len(self._told) > MOST_MESSAGES:
@@ -172,7 +172,7 @@ class Report:
         if level >= logging.ERROR or not self.is_quiet:
             logger.log(level, "%s", message)
 
-    def cannot_see(self, name: str, why: str) -> None:
+    def mark_unseen(self, name: str, why: str) -> None:
         with self._lock:
             if name not in self.unseen:
                 self.unseen[name] = why
@@ -182,7 +182,7 @@ class Report:
         """For a reason that takes the place of the one that was known."""
         if self.unseen.get(name) != why:
             self.unseen.pop(name, None)
-            self.cannot_see(name, why)
+            self.mark_unseen(name, why)
 
     def sees(self, name: str) -> None:
         """A name that could not be seen before now can."""
@@ -193,7 +193,7 @@ class Report:
         with self._lock:  # another thread may be adding to it
             untold, self._untold = self._untold, {}
         for why, names in untold.items():
-            self.tell(f"{_NOT_SEEN}{listed(names)}: {why}", level=logging.INFO)
+            self.log_once(f"{_NOT_SEEN}{listed(names)}: {why}", level=logging.INFO)
 
 
 def described(problem: BaseException) -> str:

@@ -57,7 +57,7 @@ def _is_step(item: Item) -> TypeGuard[Step]:
     return not callable(item) and not isinstance(item, _Last)
 
 
-class Pump:
+class Worker:
     """Owns the sinks once started; everything they are asked is asked from one thread."""
 
     def __init__(self, sinks: Sequence[Sink], judge: Judge, report: Report, flushes: bool = False) -> None:

@@ -24,7 +24,7 @@ import wrapt
 from torch import distributed
 
 from tbhooks.capture import sharded_tensors
-from tbhooks.capture.rank_context import Place
+from tbhooks.capture.rank_context import RankContext
 from tbhooks.data.errors import ArgumentError
 from tbhooks.data.process_rank import rank_and_world
 from tbhooks.data.self_report import Report
@@ -52,7 +52,7 @@ def restarts() -> int:
     return int(count) if count.isdecimal() else 0
 
 
-def join(described: handshake.Described, first_step: int) -> Place:
+def join(described: handshake.Described, first_step: int) -> RankContext:
     """Meets the other ranks and makes sure that all watch the same in the same way.
 
     `first_step` is the number the first rank counts from, which all take over.
@@ -60,14 +60,14 @@ def join(described: handshake.Described, first_step: int) -> Place:
     if not (distributed.is_available() and distributed.is_initialized()):
         if rank_and_world()[1] > 1:
             raise ArgumentError('ranks="merge" needs the process group: call init_process_group() before watch()')
-        return Place(first_step=first_step, wants_team=True)
+        return RankContext(first_step=first_step, wants_team=True)
     rank, world = distributed.get_rank(), distributed.get_world_size()
     if world == 1:
-        return Place(first_step=first_step, wants_team=True)
+        return RankContext(first_step=first_step, wants_team=True)
     agreed = _meet(described, rank, world, first_step)
     wait = min(LONGEST_WAIT, _patience())
     group = distributed.new_group(backend="gloo", timeout=wait)
-    return Place(rank, Team(group, rank, world, agreed["size"]), agreed["first_step"])
+    return RankContext(rank, GlooRankGroup(group, rank, world, agreed["size"]), agreed["first_step"])
 
 
 def _patience() -> timedelta:
@@ -130,7 +130,7 @@ def _judge(store: Any, place: str, world: int, limit: timedelta) -> dict[str, An
 
 
 @dataclass
-class Team:
+class GlooRankGroup:
     """The ranks of a job that have agreed to merge. Its collective is called by the pump's thread alone."""
 
     group: distributed.ProcessGroup | None
@@ -167,15 +167,15 @@ class Team:
         except Exception as problem:
             self.is_over = True
             report.errors += 1
-            report.tell(
+            report.log_once(
                 f"ranks are merged no longer, since step {table.step}: {_short(problem)}. "
                 + ("From now on the numbers are those of rank 0" if self.rank == 0 else "Rank 0 goes on alone")
             )
             return None
         for what in self._writer.left_out:
-            report.tell(f"the buffer that ranks exchange is too small for all {what} of this model")
+            report.log_once(f"the buffer that ranks exchange is too small for all {what} of this model")
         for note in merged.notes if self.rank == 0 else ():
-            report.tell(note, once=note.partition(" of ")[0] + " differ between ranks")
+            report.log_once(note, once=note.partition(" of ")[0] + " differ between ranks")
         return merged
 
     def _exchanged(self, table: Table) -> list[Table] | None:

@@ -148,7 +148,7 @@ def ends(rows: Sequence[list[str]]) -> tuple[list[list[str]], list[list[str]], i
     return list(rows[:ENDS]), list(rows[-ENDS:]), len(rows) - 2 * ENDS
 
 
-def as_exhibit(layers: Layers) -> Text:
+def as_artifact(layers: Layers) -> Text:
     """For TensorBoard's TEXT tab."""
     first, last, between = ends(cells(layers))
     head = " | ".join(title.removeprefix("<") for title, _ in COLUMNS)

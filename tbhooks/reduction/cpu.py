@@ -24,7 +24,7 @@ _CODES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 
 _PLAIN = (Tensor, Parameter)
 
 Address = int
-NOWHERE: Address = 0
+NULL: Address = 0
 Job = tuple[Address, Address, Address, int, int, Address, Address]
 """What kernel.c calls a Job: data, minus, copy, size, type, row, counts."""
 
@@ -94,7 +94,7 @@ def reduce(numbers: Tensor, row: Address, counts: Address) -> None:
     )
 
 
-def job(numbers: Tensor, row: Address, counts: Address, minus: Address = NOWHERE, copy: Address = NOWHERE) -> Job:
+def job(numbers: Tensor, row: Address, counts: Address, minus: Address = NULL, copy: Address = NULL) -> Job:
     """One tensor of many for `reduce_all`: less another of its type and size, or copied while it is read."""
     return numbers.data_ptr(), minus, copy, numbers.numel(), _CODES[numbers.dtype], row, counts
 
@@ -108,12 +108,12 @@ def reduce_all(jobs: Sequence[Job]) -> None:
 
 def reduce_rows(matrix: Tensor, rows: Tensor, counts: Tensor | None) -> None:
     """The same for each row of a matrix that can be read; both results have as many rows."""
-    size, first = matrix.size(1), job(matrix, rows.data_ptr(), NOWHERE if counts is None else counts.data_ptr())
+    size, first = matrix.size(1), job(matrix, rows.data_ptr(), NULL if counts is None else counts.data_ptr())
     data, _, _, _, code, row, count = first
     row_step = rows.size(1) * rows.itemsize
     count_step = 0 if counts is None else counts.size(1) * counts.itemsize
     reduce_all([
-        (data + i * size * matrix.itemsize, NOWHERE, NOWHERE, size, code, row + i * row_step, count + i * count_step)
+        (data + i * size * matrix.itemsize, NULL, NULL, size, code, row + i * row_step, count + i * count_step)
         for i in range(len(matrix))
     ])  # fmt: skip
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from tbhooks.data.frame import Site
 from tbhooks.data.stats import LOWER, ZEROS, Floats
-from tbhooks.rules.rule import Symptom, rule
-from tbhooks.rules.run_view import Flags, Patient, Series, in_every_frame, middle
+from tbhooks.rules.rule import RuleHit, rule
+from tbhooks.rules.run_view import Flags, RunView, Series, in_every_frame, middle
 
 _FEWEST_VALUES = 16
 """Of fewer values a distribution cannot be judged."""
@@ -18,7 +18,7 @@ _FEW_POSITIONS = 8
 
 
 @rule
-def exploding_activation(patient: Patient, *, factor: float = 1000.0) -> Iterator[Symptom]:
+def exploding_activation(view: RunView, *, factor: float = 1000.0) -> Iterator[RuleHit]:
     """The output of a module has grown out of all proportion; names the first such module in execution order.
 
     Speaks when the rms of an output is `factor` times what it was in the first frame, and `factor` times that of the
@@ -27,30 +27,30 @@ def exploding_activation(patient: Patient, *, factor: float = 1000.0) -> Iterato
     that masks are made of (-torch.finfo().max, -1e9) are left out. An error once training has begun, before a warning.
     Try a lower learning rate, normalisation, or a smaller initial scale.
     """
-    now, first = patient.now("activation").unmasked("rms")[0], patient.first("activation").unmasked("rms")[0]
+    now, first = view.now("activation").unmasked("rms")[0], view.first("activation").unmasked("rms")[0]
     if not np.isfinite(first).any():
         return
-    if len(patient.frames) == 1:
+    if len(view.frames) == 1:
         reference = np.full_like(first, np.fmax(middle(first[: max(len(first) // 4, 1)]), first[0]))
     else:
         reference = np.fmax(first, np.fmax(middle(first), first[0]))
-    sick = np.flatnonzero((now > factor * reference) & (reference > 0))
-    if len(sick):
-        i = sick[0]
-        yield Symptom(
-            patient.sites("activation")[i],
-            f"the output of {patient.sites('activation')[i].name} has rms {now[i]:.3g}, "
+    flagged = np.flatnonzero((now > factor * reference) & (reference > 0))
+    if len(flagged):
+        i = flagged[0]
+        yield RuleHit(
+            view.sites("activation")[i],
+            f"the output of {view.sites('activation')[i].name} has rms {now[i]:.3g}, "
             f"{now[i] / reference[i]:.3g} times its usual {reference[i]:.3g}",
             "a lower learning rate, normalisation before it, or a smaller initial scale",
-            "error" if len(patient.frames) > 1 else "warning",
+            "error" if len(view.frames) > 1 else "warning",
             {"rms": float(now[i]), "usual": float(reference[i]),
                       "excess": float(now[i] / reference[i] / factor)},
-            others=len(sick) - 1,
+            others=len(flagged) - 1,
         )  # fmt: skip
 
 
 @rule
-def dead_units(patient: Patient, *, share: float = 0.7, frames: int = 3) -> Iterator[Symptom]:
+def dead_units(view: RunView, *, share: float = 0.7, frames: int = 3) -> Iterator[RuleHit]:
     """Units of a ReLU that are zero for every sample: they learn nothing any more.
 
     Speaks when at least `share` of a ReLU's units are dead in each of the last `frames` frames, or when a
@@ -58,44 +58,44 @@ def dead_units(patient: Patient, *, share: float = 0.7, frames: int = 3) -> Iter
     while. Outputs that start at zero leave it with the first step, hence several frames.
     Try a lower learning rate, biases that start at zero, another initialisation, or LeakyReLU or GELU.
     """
-    if len(patient.frames) < frames:
+    if len(view.frames) < frames:
         return
-    dead = {**_dead_outputs(patient, frames), **_dead_shares(patient, share, frames)}
-    order = {site.name: i for i, site in enumerate(patient.sites("activation"))}
+    dead = {**_dead_outputs(view, frames), **_dead_shares(view, share, frames)}
+    order = {site.name: i for i, site in enumerate(view.sites("activation"))}
     places = sorted(dead, key=lambda site: order.get(site.name, len(order)))
     if places:
         site = places[0]
-        yield Symptom(
+        yield RuleHit(
             site,
             f"{dead[site]:.0%} of the units of {site.name} are zero for every sample",
             "a lower learning rate, biases that start at zero, another initialisation, or LeakyReLU or GELU",
             "error" if dead[site] >= 1 else "warning",
             {"dead": {place.name: dead[place] for place in places[:5]}, "excess": dead[site] / share},
-            patient.step(frames - 1),
+            view.step(frames - 1),
             len(places) - 1,
         )
 
 
-def _dead_shares(patient: Patient, share: float, frames: int) -> dict[Site, float]:
+def _dead_shares(view: RunView, share: float, frames: int) -> dict[Site, float]:
     dead = {}
-    for tag in patient.frame.scalars:
+    for tag in view.frame.scalars:
         kind, _, name = tag.partition(".dead_fraction/")
         if name and kind in ("activation", "functional"):
-            least = min(frame.scalars.get(tag, 0.0) for frame in patient.frames[-frames:])
-            if least >= share and (name, kind) in patient.frame:
-                dead[patient.frame[name, kind].site] = least
+            least = min(frame.scalars.get(tag, 0.0) for frame in view.frames[-frames:])
+            if least >= share and (name, kind) in view.frame:
+                dead[view.frame[name, kind].site] = least
     return dead
 
 
-def _dead_outputs(patient: Patient, frames: int) -> dict[Site, float]:
-    series = patient.last("activation", frames)
-    with_gradient = {site.name for site in patient.sites("gradient")}
+def _dead_outputs(view: RunView, frames: int) -> dict[Site, float]:
+    series = view.last("activation", frames)
+    with_gradient = {site.name for site in view.sites("gradient")}
     zero = in_every_frame(series.stat("zero_fraction") == 1) & (series.stat("count")[-1] >= _FEWEST_VALUES)
     return {series.sites[i]: 1.0 for i in np.flatnonzero(zero) if series.sites[i].name in with_gradient}
 
 
 @rule
-def saturated(patient: Patient, *, slope: float = 0.1, frames: int = 3) -> Iterator[Symptom]:
+def saturated(view: RunView, *, slope: float = 0.1, frames: int = 3) -> Iterator[RuleHit]:
     """A hidden tanh or sigmoid works at the flat ends of its curve, where hardly any gradient passes.
 
     The mean slope of the curve follows from the outputs: 1 - y² for tanh, 4 y (1 - y) for sigmoid, both 1 at best.
@@ -106,24 +106,24 @@ def saturated(patient: Patient, *, slope: float = 0.1, frames: int = 3) -> Itera
     Try to normalise inputs, a smaller initial scale, a normalisation before it, or ReLU or GELU; for an LSTM, GRU or
     RNN a lower learning rate, gradient clipping, or a smaller scale of its weights.
     """
-    if len(patient.frames) < frames:
+    if len(view.frames) < frames:
         return
-    series = patient.last("activation", frames)
+    series = view.last("activation", frames)
     curves = {"tanh": _slope_of_tanh(series), "sigmoid": _slope_of_sigmoid(series)}
-    judged = _is_judged_for_saturation(patient)
+    judged = _is_judged_for_saturation(view)
     for curve, slopes in curves.items():
-        sick = np.flatnonzero(in_every_frame(slopes < slope) & judged)
-        if len(sick):
-            i = sick[0]
-            yield Symptom(
+        flagged = np.flatnonzero(in_every_frame(slopes < slope) & judged)
+        if len(flagged):
+            i = flagged[0]
+            yield RuleHit(
                 series.sites[i],
                 f"{series.sites[i].name} looks like a {curve} with {slopes[-1, i]:.1%} of its slope left",
                 "normalised inputs, a lower learning rate, gradient clipping, or a smaller scale of its weights"
-                if series.sites[i].path in patient.recurrent
+                if series.sites[i].path in view.recurrent
                 else "normalised inputs, a smaller initial scale, a normalisation before it, or ReLU or GELU",
                 evidence={"slope": float(slopes[-1, i]), "excess": float(slope / max(slopes[-1, i], 1e-9))},
-                since=patient.step(frames - 1),
-                others=len(sick) - 1,
+                since=view.step(frames - 1),
+                others=len(flagged) - 1,
             )
 
 
@@ -142,23 +142,23 @@ def _slope_of_sigmoid(series: Series) -> Floats:
     return np.where(reaches, 4 * (mean - np.square(series.stat("rms"))), np.nan)
 
 
-def _is_judged_for_saturation(patient: Patient) -> Flags:
-    sites = patient.sites("activation")
-    with_gradient = {site.name for site in patient.sites("gradient")}
-    last = _last_with_weights(patient)
+def _is_judged_for_saturation(view: RunView) -> Flags:
+    sites = view.sites("activation")
+    with_gradient = {site.name for site in view.sites("gradient")}
+    last = _last_with_weights(view)
     hidden = np.array([site.name in with_gradient and i < last for i, site in enumerate(sites)], dtype=bool)
-    return hidden & ~_is_two_valued(patient)
+    return hidden & ~_is_two_valued(view)
 
 
-def _last_with_weights(patient: Patient) -> int:
+def _last_with_weights(view: RunView) -> int:
     """The place of the last output of a module that has weights of its own."""
-    owners = patient.owners("weight")
-    return max((i for i, site in enumerate(patient.sites("activation")) if site.path in owners), default=-1)
+    owners = view.owners("weight")
+    return max((i for i, site in enumerate(view.sites("activation")) if site.path in owners), default=-1)
 
 
-def _is_two_valued(patient: Patient) -> Flags:
+def _is_two_valued(view: RunView) -> Flags:
     """Signs and one-hot codes: every value is -1, 0 or 1 exactly."""
-    rows, counts = patient.now("activation").values[0], patient.buckets("activation")
+    rows, counts = view.now("activation").values[0], view.buckets("activation")
     if counts.shape[1] == 0:
         return np.zeros(len(rows), dtype=bool)
     ones = np.flatnonzero((LOWER == 1) | (LOWER == -1.5))
@@ -166,7 +166,7 @@ def _is_two_valued(patient: Patient) -> Flags:
 
 
 @rule
-def collapsed_variance(patient: Patient, *, share: float = 0.05, frames: int = 2) -> Iterator[Symptom]:
+def collapsed_variance(view: RunView, *, share: float = 0.05, frames: int = 2) -> Iterator[RuleHit]:
     """The outputs of a layer have become all the same: the representation has collapsed.
 
     Speaks when the standard deviation of the output of a module with weights, or before one, is below `share` of
@@ -176,36 +176,36 @@ def collapsed_variance(patient: Patient, *, share: float = 0.05, frames: int = 2
     be told apart from healthy ones by what a frame holds.
     Try a stop-gradient or negatives in a contrastive loss, less weight decay, a smaller weight of the KL term.
     """
-    if len(patient.frames) <= frames:
+    if len(view.frames) <= frames:
         return
-    series = patient.last("activation", frames)
+    series = view.last("activation", frames)
     std, rms = series.stat("std"), series.stat("rms")
-    begin = patient.first("activation")
+    begin = view.first("activation")
     first = begin.stat("std")[0]
     small = ((std < share * first) | (std < 1e-4 * rms)) & (series.stat("count") >= _FEWEST_VALUES) & (rms > 0)
     # Behind the last weights come losses, which are meant to vanish.
-    judged = np.arange(len(series.sites)) <= _last_with_weights(patient)
+    judged = np.arange(len(series.sites)) <= _last_with_weights(view)
     judged &= ~(series.is_masked.any(axis=0) | begin.is_masked[0])
     constant = in_every_frame(std < 1e-4 * rms) & (first >= 1e-4 * begin.stat("rms")[0])
-    sick = np.flatnonzero(in_every_frame(small) & judged)
-    if len(sick):
-        i = sick[0]
-        yield Symptom(
+    flagged = np.flatnonzero(in_every_frame(small) & judged)
+    if len(flagged):
+        i = flagged[0]
+        yield RuleHit(
             series.sites[i],
             f"the outputs of {series.sites[i].name} have become alike: std {std[-1, i]:.3g}, at first {first[i]:.3g}",
             "a stop-gradient or negatives in a contrastive loss, less weight decay, a smaller weight of the KL term",
             "error" if constant[i] else "warning",
             {"std": float(std[-1, i]), "first": float(first[i]),
                       "excess": float(share * first[i] / max(std[-1, i], 1e-30))},
-            since=patient.step(frames - 1),
-            others=len(sick) - 1,
+            since=view.step(frames - 1),
+            others=len(flagged) - 1,
         )  # fmt: skip
 
 
 @rule
 def attention_collapse(
-    patient: Patient, *, entropy: float = 0.15, max_logit: float = 50.0, frames: int = 2
-) -> Iterator[Symptom]:
+    view: RunView, *, entropy: float = 0.15, max_logit: float = 50.0, frames: int = 2
+) -> Iterator[RuleHit]:
     """Attention looks at one position only, because its logits have blown up.
 
     Needs `kinds=(..., "functional")`. Speaks when the mean entropy of a softmax or scaled_dot_product_attention is
@@ -213,41 +213,41 @@ def attention_collapse(
     frames: sharp heads are common, but not with such logits.
     Try to normalise queries and keys, a lower learning rate, warm-up, or a look at the scale of the logits.
     """
-    if len(patient.frames) < frames:
+    if len(view.frames) < frames:
         return
-    sick = []
-    for site in patient.sites("functional"):
+    flagged = []
+    for site in view.sites("functional"):
         if site.attention_stat is not None:
             continue
-        readings = [f[site.name, site.kind] for f in patient.frames[-frames:] if (site.name, site.kind) in f]
-        uniform = _uniform_entropy(patient, site)
+        readings = [f[site.name, site.kind] for f in view.frames[-frames:] if (site.name, site.kind) in f]
+        uniform = _uniform_entropy(view, site)
         if len(readings) == frames and all(r.entropy < entropy * uniform and r.max_logit > max_logit for r in readings):
-            sick.append((site, readings[-1]))
-    if sick:
-        site, reading = sick[0]
-        yield Symptom(
+            flagged.append((site, readings[-1]))
+    if flagged:
+        site, reading = flagged[0]
+        yield RuleHit(
             site,
             f"attention of {site.name} has collapsed: entropy {reading.entropy:.2g} nats, "
             f"logits up to {reading.max_logit:.3g}",
             "normalised queries and keys, a lower learning rate, warm-up, or a look at the scale of the logits",
             evidence={"entropy": reading.entropy, "max_logit": reading.max_logit,
                       "excess": reading.max_logit / max_logit},
-            since=patient.step(frames - 1),
-            others=len(sick) - 1,
+            since=view.step(frames - 1),
+            others=len(flagged) - 1,
         )  # fmt: skip
 
 
-def _uniform_entropy(patient: Patient, site: Site) -> float:
+def _uniform_entropy(view: RunView, site: Site) -> float:
     """Entropy of attention that looks everywhere alike; where the output does not tell over how much, over a little."""
     inside = (f"{site.path}.entropy{site.index}", site.kind)
     positions = float(_FEW_POSITIONS)
-    if inside in patient.frame and site.path.endswith(":softmax"):
-        positions = patient.frame[site.name, site.kind].count / max(patient.frame[inside].count, 1.0)
+    if inside in view.frame and site.path.endswith(":softmax"):
+        positions = view.frame[site.name, site.kind].count / max(view.frame[inside].count, 1.0)
     return math.log(max(positions, 1.0))
 
 
 @rule
-def bad_init(patient: Patient, *, factor: float = 1000.0, gain: float = 10.0) -> Iterator[Symptom]:
+def bad_init(view: RunView, *, factor: float = 1000.0, gain: float = 10.0) -> Iterator[RuleHit]:
     """The model starts badly: its signal grows or dies on the way, or its weights are far too large or all alike.
 
     Speaks of the first frame only. The signal: outputs of the last quarter of all layers with weights are `factor`
@@ -257,17 +257,17 @@ def bad_init(patient: Patient, *, factor: float = 1000.0, gain: float = 10.0) ->
     weights are all the same number gives all its units the same gradient for ever; zero is meant, unless all are.
     Try torch.nn.init with the gain of your activation function, or a normalisation.
     """
-    if len(patient.frames) > 1:
+    if len(view.frames) > 1:
         return
     remedy = "torch.nn.init.kaiming_normal_ or xavier_normal_ with the gain of the activation, or a normalisation"
-    yield from _signal_through_depth(patient, factor, remedy)
-    yield from _sizes_of_weights(patient, gain, remedy)
+    yield from _signal_through_depth(view, factor, remedy)
+    yield from _sizes_of_weights(view, gain, remedy)
 
 
-def _signal_through_depth(patient: Patient, factor: float, remedy: str) -> Iterator[Symptom]:
-    series = patient.now("activation")
+def _signal_through_depth(view: RunView, factor: float, remedy: str) -> Iterator[RuleHit]:
+    series = view.now("activation")
     std = np.where(series.is_masked, np.nan, series.stat("std"))[0]
-    layers = [i for i, s in enumerate(series.sites) if s.path in patient.owners("weight") and 0 < std[i] < np.inf]
+    layers = [i for i, s in enumerate(series.sites) if s.path in view.owners("weight") and 0 < std[i] < np.inf]
     if len(layers) < 3:
         return
     quarter = max(len(layers) // 4, 1)
@@ -277,7 +277,7 @@ def _signal_through_depth(patient: Patient, factor: float, remedy: str) -> Itera
             # The root of the way is the first layer at which the half of it is done.
             passed = [i for i in layers if max(std[i] / begin, begin / std[i]) > math.sqrt(change)]
             site = series.sites[passed[0] if passed else layers[-1]]
-            yield Symptom(
+            yield RuleHit(
                 site,
                 f"the signal {word} by {change:.3g} through {len(layers)} layers, half of it before {site.name}",
                 remedy,
@@ -285,8 +285,8 @@ def _signal_through_depth(patient: Patient, factor: float, remedy: str) -> Itera
             )
 
 
-def _sizes_of_weights(patient: Patient, gain: float, remedy: str) -> Iterator[Symptom]:
-    series = patient.now("weight")
+def _sizes_of_weights(view: RunView, gain: float, remedy: str) -> Iterator[RuleHit]:
+    series = view.now("weight")
     rms, std = series.stat("rms")[0], series.stat("std")[0]
     gains = _gains(series)
     known = np.array([gains[i] for i in gains if gains[i] > 0])
@@ -295,20 +295,20 @@ def _sizes_of_weights(patient: Patient, gain: float, remedy: str) -> Iterator[Sy
     small = [i for i in gains if usual < 0.2 / gain and 0 < gains[i] < 0.2 / gain]
     # Many start at zero on purpose, but not all.
     alike = [i for i in gains if std[i] == 0 and (rms[i] > 0 or (not len(known) and len(gains) > 1))]
-    for sick, words in (
+    for flagged, words in (
         (large, "far too large for their fan-in"),
         (small, "far too small for their fan-in"),
         (alike, "all the same number, so that its units stay alike"),
     ):
-        if sick:
-            i = sick[0]
-            yield Symptom(
+        if flagged:
+            i = flagged[0]
+            yield RuleHit(
                 series.sites[i],
                 f"the weights of {series.sites[i].path} are {words}: rms {rms[i]:.3g}, {gains[i]:.3g} times what "
                 "keeps the size of its inputs",
                 remedy,
                 evidence={"gain": gains[i], "rms": float(rms[i]), "excess": gains[i] / gain},
-                others=len(sick) - 1,
+                others=len(flagged) - 1,
             )
 
 

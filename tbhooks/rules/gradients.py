@@ -9,8 +9,8 @@ import numpy as np
 from tbhooks.data.frame import GRADIENT_NORM, RAW_GRADIENT_NORM, Frame, Severity, Site
 from tbhooks.data.stats import BASE, Floats
 from tbhooks.rules.numerics import losses
-from tbhooks.rules.rule import Symptom, rule
-from tbhooks.rules.run_view import Flags, Indices, Patient, Series, in_every_frame, is_bias, middle
+from tbhooks.rules.rule import RuleHit, rule
+from tbhooks.rules.run_view import Flags, Indices, RunView, Series, in_every_frame, is_bias, middle
 
 LOOK_BACK = 20
 """How many frames are enough to say that something has never been otherwise."""
@@ -18,8 +18,8 @@ LOOK_BACK = 20
 
 @rule
 def exploding_gradient(
-    patient: Patient, *, factor: float = 30.0, depth: float = 1e4, least_frames: int = 4
-) -> Iterator[Symptom]:
+    view: RunView, *, factor: float = 30.0, depth: float = 1e4, least_frames: int = 4
+) -> Iterator[RuleHit]:
     """Gradients are far larger than they were, or grow without bound on their way back through the layers.
 
     Speaks when the norm of all weight gradients is `factor` times the larger of the first frame's and the median of at
@@ -30,25 +30,25 @@ def exploding_gradient(
     shows: backward begins there.
     Try a lower learning rate, gradient clipping, warm-up, or normalisation.
     """
-    if patient.was_skipped:
+    if view.was_skipped:
         return
     remedy = "a lower learning rate, gradient clipping (torch.nn.utils.clip_grad_norm_), warm-up, or normalisation"
-    yield from _grown_over_time(patient, factor, least_frames, remedy)
-    yield from _grown_through_depth(patient, depth, remedy)
+    yield from _grown_over_time(view, factor, least_frames, remedy)
+    yield from _grown_through_depth(view, depth, remedy)
 
 
-def _grown_over_time(patient: Patient, factor: float, least_frames: int, remedy: str) -> Iterator[Symptom]:
-    used = float(patient.frame.scalars.get(GRADIENT_NORM, np.nan))
-    is_clipped = used < 0.99 * total_gradient(patient.frame)
-    judged = [f.scalars.get(GRADIENT_NORM, np.nan) if is_clipped else total_gradient(f) for f in patient.frames]
+def _grown_over_time(view: RunView, factor: float, least_frames: int, remedy: str) -> Iterator[RuleHit]:
+    used = float(view.frame.scalars.get(GRADIENT_NORM, np.nan))
+    is_clipped = used < 0.99 * total_gradient(view.frame)
+    judged = [f.scalars.get(GRADIENT_NORM, np.nan) if is_clipped else total_gradient(f) for f in view.frames]
     grown = _growth(judged, factor, least_frames)
     if grown is not None:
-        yield _explosion(patient, factor, *grown, "", remedy, "error")
+        yield _explosion(view, factor, *grown, "", remedy, "error")
     elif is_clipped:
-        grown = _growth([total_gradient(frame) for frame in patient.frames], factor, least_frames)
+        grown = _growth([total_gradient(frame) for frame in view.frames], factor, least_frames)
         if grown is not None:
             yield _explosion(
-                patient, factor, *grown, f" before clipping, which left {used:.3g} of it,",
+                view, factor, *grown, f" before clipping, which left {used:.3g} of it,",
                 "a look at the batches of such steps if they come often; the step itself was kept small", "info",
             )  # fmt: skip
 
@@ -63,10 +63,10 @@ def _growth(totals: Sequence[float], factor: float, least_frames: int) -> tuple[
 
 
 def _explosion(
-    patient: Patient, factor: float, now: float, usual: float, which: str, remedy: str, severity: Severity
-) -> Symptom:
-    site, others = _where_it_grew(patient, factor)
-    return Symptom(
+    view: RunView, factor: float, now: float, usual: float, which: str, remedy: str, severity: Severity
+) -> RuleHit:
+    site, others = _where_it_grew(view, factor)
+    return RuleHit(
         site,
         f"the norm of all gradients{which} is {now:.3g}, {now / usual:.3g} times its usual {usual:.3g}"
         + (f", first at {site.name}" if site is not None else ""),
@@ -80,19 +80,19 @@ def total_gradient(frame: Frame) -> float:
     return float(frame.scalars.get(RAW_GRADIENT_NORM, frame.scalars.get(GRADIENT_NORM, np.nan)))
 
 
-def _where_it_grew(patient: Patient, factor: float) -> tuple[Site | None, int]:
+def _where_it_grew(view: RunView, factor: float) -> tuple[Site | None, int]:
     for kind in ("gradient", "weight_gradient"):
-        now, first = patient.now(kind).stat("rms")[0], patient.first(kind).stat("rms")[0]
+        now, first = view.now(kind).stat("rms")[0], view.first(kind).stat("rms")[0]
         growth = np.where(first > 0, now / np.where(first > 0, first, 1.0), np.nan)
         if np.isfinite(growth).any():
             grown = np.flatnonzero(growth >= min(factor, 0.5 * float(np.nanmax(growth))))
             # Gradients of outputs come in backward order, those of weights in forward order.
-            return patient.sites(kind)[grown[0 if kind == "gradient" else -1]], len(grown) - 1
+            return view.sites(kind)[grown[0 if kind == "gradient" else -1]], len(grown) - 1
     return None, 0
 
 
-def _grown_through_depth(patient: Patient, depth: float, remedy: str) -> Iterator[Symptom]:
-    series = patient.last("gradient", 2)
+def _grown_through_depth(view: RunView, depth: float, remedy: str) -> Iterator[RuleHit]:
+    series = view.last("gradient", 2)
     rms = series.stat("rms")
     quarter = rms.shape[1] // 4
     if quarter < 2:
@@ -100,7 +100,7 @@ def _grown_through_depth(patient: Patient, depth: float, remedy: str) -> Iterato
     near, far = middle(rms[:, :quarter]), middle(rms[:, -quarter:])
     if ((far > depth * near) & (near > 0)).all():
         place = int(np.argmax(rms[-1] > np.sqrt(near[-1] * far[-1])))
-        yield Symptom(
+        yield RuleHit(
             series.sites[place],
             f"gradients grow on their way back: rms {near[-1]:.3g} near the loss, {far[-1]:.3g} at the first layers, "
             f"half of it after {series.sites[place].name}",
@@ -112,8 +112,8 @@ def _grown_through_depth(patient: Patient, depth: float, remedy: str) -> Iterato
 
 @rule
 def vanishing_gradient(
-    patient: Patient, *, share: float = 1e-5, frames: int = 2, zero_frames: int = 4
-) -> Iterator[Symptom]:
+    view: RunView, *, share: float = 1e-5, frames: int = 2, zero_frames: int = 4
+) -> Iterator[RuleHit]:
     """Gradients die out on their way back, so that the first layers learn nothing; or all of them are exactly zero.
 
     Speaks when the gradients (rms) of at least three outputs, up to the very first, are below `share` of those near
@@ -123,47 +123,47 @@ def vanishing_gradient(
     is learnt. A warning if it was otherwise before, and information if the loss that was logged is zero, too.
     Try residual connections, normalisation, ReLU or GELU instead of tanh or sigmoid, another initialisation.
     """
-    yield from _nothing_but_zeros(patient, zero_frames)
-    series = patient.last("gradient", frames)
+    yield from _nothing_but_zeros(view, zero_frames)
+    series = view.last("gradient", frames)
     rms = series.stat("rms")
     if len(rms) < frames or rms.shape[1] < 6:
         return
     near = middle(rms[:, : max(rms.shape[1] // 4, 1)])[:, None]
     faint = in_every_frame(rms < share * near)
-    sick = _tail(faint)
-    if len(sick) < 3 or (rms[-1, sick] == 0).all():
+    flagged = _tail(faint)
+    if len(flagged) < 3 or (rms[-1, flagged] == 0).all():
         return  # zero at once is a cut, not a fading: missing_gradient's or dead_units'
-    i, last = sick[0], sick[-1]
-    yield Symptom(
+    i, last = flagged[0], flagged[-1]
+    yield RuleHit(
         series.sites[i],
         f"gradients fade on their way back: rms {near[-1, 0]:.3g} near the loss, {rms[-1, i]:.3g} at "
         f"{series.sites[i].name}, {rms[-1, last]:.3g} at {series.sites[last].name}",
         "an LSTM or GRU instead of a plain RNN, shorter sequences, or orthogonal recurrent weights"
-        if series.sites[i].path in patient.recurrent
+        if series.sites[i].path in view.recurrent
         else "residual connections, normalisation, ReLU or GELU instead of tanh or sigmoid, another initialisation",
         evidence={"near_loss": float(near[-1, 0]), "rms": float(rms[-1, last]),
                   "excess": float(share * near[-1, 0] / max(rms[-1, last], 1e-300))},
-        since=patient.step(frames - 1),
-        others=len(sick) - 1,
+        since=view.step(frames - 1),
+        others=len(flagged) - 1,
     )  # fmt: skip
 
 
-def _nothing_but_zeros(patient: Patient, frames: int) -> Iterator[Symptom]:
-    series = patient.last("weight_gradient", frames)
-    if len(patient.frames) < frames or not series.sites or patient.was_skipped:
+def _nothing_but_zeros(view: RunView, frames: int) -> Iterator[RuleHit]:
+    series = view.last("weight_gradient", frames)
+    if len(view.frames) < frames or not series.sites or view.was_skipped:
         return
     if not ((series.stat("zero_fraction") == 1) | (series.stat("count") == 0)).all():
         return
-    was_otherwise = any(total_gradient(frame) > 0 for frame in patient.frames)
-    is_satisfied = any(loss == 0 for _, loss in losses(patient.frame))
-    yield Symptom(
+    was_otherwise = any(total_gradient(frame) > 0 for frame in view.frames)
+    is_satisfied = any(loss == 0 for _, loss in losses(view.frame))
+    yield RuleHit(
         None,
         "every gradient of every weight is exactly zero" + (", and was not before" if was_otherwise else ""),
         "to look at the loss: cross entropy over a single class, labels that are all ignored, a mask or factor of "
         "zero, a constant; then at units that are all dead",
         ("info" if is_satisfied else "warning") if was_otherwise else "error",
         {"weights": len(series.sites)},
-        patient.step(frames - 1),
+        view.step(frames - 1),
     )
 
 
@@ -174,7 +174,7 @@ def _tail(flags: Flags) -> Indices:
 
 
 @rule
-def update_ratio(patient: Patient, *, large: float = 1.0, small: float = 1e-6, frames: int = 3) -> Iterator[Symptom]:
+def update_ratio(view: RunView, *, large: float = 1.0, small: float = 1e-6, frames: int = 3) -> Iterator[RuleHit]:
     """Steps are so large that they rewrite the weights, or so small that they do not matter.
 
     Looks at the norm of each update over that of its weight, the median over all weight matrices that have a
@@ -184,29 +184,29 @@ def update_ratio(patient: Patient, *, large: float = 1.0, small: float = 1e-6, f
     ends at zero and a run that has converged have had larger ones before.
     Try a learning rate ten times lower or higher, or more.
     """
-    trained = weights_with_gradient(patient, 1)
-    series = patient.now("update")
+    trained = weights_with_gradient(view, 1)
+    series = view.now("update")
     chosen = np.flatnonzero(matrices(series) & np.array([site.name in trained for site in series.sites], dtype=bool))
     ratio = _finite_ratios(series, chosen)[0]
     if not np.isfinite(ratio).any():
         return
     found = float(middle(ratio))
     too_large = found > large and _ratio_of_all(series, chosen) > large
-    too_slow = found < small and len(patient.frames) >= frames and _was_always_slow(patient, chosen, small)
-    for sick, word, remedy, place in (
+    too_slow = found < small and len(view.frames) >= frames and _was_always_slow(view, chosen, small)
+    for flagged, word, remedy, place in (
         (too_large, "rewrites", "a learning rate a tenth of this or less, or warm-up", int(np.nanargmax(ratio))),
         (too_slow, "hardly moves", "a learning rate ten to a thousand times this", 0),
     ):
-        if sick:
+        if flagged:
             site = series.sites[chosen[place]]
-            yield Symptom(
+            yield RuleHit(
                 site,
                 f"a step {word} the weights: it changes the median one by {found:.2g} of its norm, "
                 f"{site.path} by {ratio[place]:.2g}",
                 remedy,
                 "error" if too_large else "warning",
                 {"ratio": found, "excess": max(found / large, small / max(found, 1e-300))},
-                since=patient.step(frames - 1) if too_slow else None,
+                since=view.step(frames - 1) if too_slow else None,
                 others=len(chosen) - 1,
             )
 
@@ -230,11 +230,11 @@ def _finite_ratios(series: Series, chosen: Indices) -> Floats:
     return np.where(np.isfinite(ratio), ratio, np.nan)
 
 
-def _was_always_slow(patient: Patient, chosen: Indices, small: float) -> bool:
-    rates = [learning_rate(frame) for frame in patient.frames]
+def _was_always_slow(view: RunView, chosen: Indices, small: float) -> bool:
+    rates = [learning_rate(frame) for frame in view.frames]
     if rates[-1] > rates[0] or rates[-1] == 0:
         return False
-    return bool(np.nanmax(middle(_finite_ratios(patient.last("update", LOOK_BACK), chosen))) < small)
+    return bool(np.nanmax(middle(_finite_ratios(view.last("update", LOOK_BACK), chosen))) < small)
 
 
 def learning_rate(frame: Frame) -> float:
@@ -242,9 +242,9 @@ def learning_rate(frame: Frame) -> float:
     return max((rate for tag, rate in frame.scalars.items() if tag.startswith("train.lr/")), default=np.nan)
 
 
-def weights_with_gradient(patient: Patient, frames: int) -> set[str]:
+def weights_with_gradient(view: RunView, frames: int) -> set[str]:
     """Weights whose gradient is there and mostly not zero in each of the frames."""
-    series = patient.last("weight_gradient", frames)
+    series = view.last("weight_gradient", frames)
     with np.errstate(invalid="ignore"):
         there = in_every_frame((series.stat("norm") > 0) & (series.stat("zero_fraction") < 0.9))
     return {series.sites[i].name for i in np.flatnonzero(there)}

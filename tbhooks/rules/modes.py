@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tbhooks.data.frame import EVALUATION_SINCE
-from tbhooks.rules.rule import Symptom, rule
-from tbhooks.rules.run_view import Patient
+from tbhooks.rules.rule import RuleHit, rule
+from tbhooks.rules.run_view import RunView
 
 
 @rule
-def evaluation_mode(patient: Patient) -> Iterator[Symptom]:
+def evaluation_mode(view: RunView) -> Iterator[RuleHit]:
     """The model is trained in evaluation mode, after it was in training mode: model.train() was probably forgotten.
 
     Dropout then does nothing, and BatchNorm neither uses nor updates the statistics of the batch. Speaks when a
@@ -18,9 +18,9 @@ def evaluation_mode(patient: Patient) -> Iterator[Symptom]:
     parts in evaluation mode (frozen BatchNorm), and about models that were never in training mode.
     Try model.train() after each evaluation.
     """
-    since = patient.frame.scalars.get(EVALUATION_SINCE)
+    since = view.frame.scalars.get(EVALUATION_SINCE)
     if since is not None:
-        yield Symptom(
+        yield RuleHit(
             None,
             f"the model is trained in evaluation mode since step {int(since)}",
             "model.train() after each evaluation",

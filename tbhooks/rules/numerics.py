@@ -8,14 +8,14 @@ import numpy as np
 
 from tbhooks.data.frame import NONFINITE_SINCE, SCALE, Frame, Severity, Site
 from tbhooks.data.stats import COUNT, FORMATS, INFS, MAX, MIDDLE, MIN, NANS, UPPER, ZEROS, Floats
-from tbhooks.rules.rule import Symptom, rule, rule_of_every_frame
-from tbhooks.rules.run_view import Patient, is_bias
+from tbhooks.rules.rule import RuleHit, rule, rule_of_every_frame
+from tbhooks.rules.run_view import RunView, is_bias
 
 _GRADIENTS = ("gradient", "weight_gradient")
 
 
 @rule_of_every_frame
-def non_finite(patient: Patient) -> Iterator[Symptom]:
+def non_finite(view: RunView) -> Iterator[RuleHit]:
     """NaN or infinity in an activation, gradient, weight or update; names the first place in execution order.
 
     Speaks at once, of evaluation passes too. Silent about infinite gradients of a step a GradScaler has skipped.
@@ -23,17 +23,17 @@ def non_finite(patient: Patient) -> Iterator[Symptom]:
     If weights are not finite themselves, the cause lies in a step that was not logged, and the message says so.
     Try a lower learning rate, gradient clipping, an epsilon in divisions, roots and logarithms, or a look at the data.
     """
-    frame = patient.frame
-    sick = np.flatnonzero(frame.values[:, NANS] + frame.values[:, INFS] > 0)
-    sites = [(int(i), frame.sites[i]) for i in sick if _is_blamed(frame.sites[i], patient.was_skipped)]
+    frame = view.frame
+    flagged = np.flatnonzero(frame.values[:, NANS] + frame.values[:, INFS] > 0)
+    sites = [(int(i), frame.sites[i]) for i in flagged if _is_blamed(frame.sites[i], view.was_skipped)]
     if not sites:
-        yield from _sick_losses(patient)
+        yield from _sick_losses(view)
         return
     place, site = sites[0]
     count, nans, infs = (int(frame.values[place, column]) for column in (COUNT, NANS, INFS))
     found = " and ".join(f"{n} {word}" for n, word in ((nans, "NaN"), (infs, "infinite")) if n)
-    origin, evidence = _origin(patient, [site for _, site in sites])
-    yield Symptom(
+    origin, evidence = _origin(view, [site for _, site in sites])
+    yield RuleHit(
         site,
         f"{found} of {count} values in the {site.kind} of {site.name} at step {frame.step}",
         "a lower learning rate, gradient clipping, or a look at its inputs" + origin,
@@ -59,24 +59,24 @@ def _severity(frame: Frame, sites: list[tuple[int, Site]]) -> Severity:
     return "info" if masked and all(np.isfinite(loss) for _, loss in losses(frame)) else "error"
 
 
-def _origin(patient: Patient, sites: list[Site]) -> tuple[str, dict[str, int]]:
+def _origin(view: RunView, sites: list[Site]) -> tuple[str, dict[str, int]]:
     """Where it may have begun, if that is not the first place it is seen at."""
     weights = sum(site.plain_kind == "weight" for site in sites)
-    since = patient.frame.scalars.get(NONFINITE_SINCE, -1.0)
+    since = view.frame.scalars.get(NONFINITE_SINCE, -1.0)
     if since >= 0:
-        hint = "" if since == patient.frame.step else ': on_nonfinite("replay") names the module it begins in'
+        hint = "" if since == view.frame.step else ': on_nonfinite("replay") names the module it begins in'
         return f". Gradients have not been finite since step {int(since)}{hint}", {"since": int(since)}
     if not weights:
         return ". It is the first place it is seen in this step", {}
-    before = patient.frames[-2].step if len(patient.frames) > 1 else -1
+    before = view.frames[-2].step if len(view.frames) > 1 else -1
     where = f"after step {before}" if before >= 0 else "before the first step that was logged"
     return f". {weights} weights were not finite before this step: it began {where}", {"sick_weights": weights}
 
 
-def _sick_losses(patient: Patient) -> Iterator[Symptom]:
-    for tag, loss in losses(patient.frame):
-        if not np.isfinite(loss) and not patient.was_skipped:
-            yield Symptom(
+def _sick_losses(view: RunView) -> Iterator[RuleHit]:
+    for tag, loss in losses(view.frame):
+        if not np.isfinite(loss) and not view.was_skipped:
+            yield RuleHit(
                 None, f"{tag} is {loss}, but everything inside the model is finite",
                 "a look at the loss function: a logarithm or root of zero, a division by an empty mask", "error",
                 {"loss": loss},
@@ -89,9 +89,7 @@ def losses(frame: Frame) -> list[tuple[str, float]]:
 
 
 @rule
-def loss_spike(
-    patient: Patient, *, factor: float = 5.0, reach: float = 2.0, least_frames: int = 5
-) -> Iterator[Symptom]:
+def loss_spike(view: RunView, *, factor: float = 5.0, reach: float = 2.0, least_frames: int = 5) -> Iterator[RuleHit]:
     """The loss is far above anything it was before: a corrupt batch, a wrong label file, a step too far.
 
     Speaks when a logged `train/...loss...` exceeds the largest value so far by `factor` times the spread (between
@@ -100,14 +98,14 @@ def loss_spike(
     which may well be many times the usual, stays below.
     Try to look at the batch of that step, clip gradients, or go back to an earlier checkpoint.
     """
-    for tag, loss in losses(patient.frame):
-        past = np.array([f.scalars[tag] for f in patient.frames[:-1] if np.isfinite(f.scalars.get(tag, np.nan))])
+    for tag, loss in losses(view.frame):
+        past = np.array([f.scalars[tag] for f in view.frames[:-1] if np.isfinite(f.scalars.get(tag, np.nan))])
         if len(past) < least_frames or not np.isfinite(loss):
             continue
         low, usual, high = np.percentile(past[-10:], (25, 50, 75))
         allowed = max(past.max() + factor * (high - low), usual + reach * (past.max() - usual))
         if loss > allowed:
-            yield Symptom(
+            yield RuleHit(
                 None, f"{tag} is {loss:.4g}; it was {usual:.4g} of late and never more than {past.max():.4g}",
                 "a look at the batch of this step, gradient clipping, or an earlier checkpoint",
                 evidence={"loss": loss, "usual": float(usual), "largest": float(past.max()),
@@ -117,8 +115,8 @@ def loss_spike(
 
 @rule
 def low_precision(
-    patient: Patient, *, share: float = 0.5, formats: tuple[str, ...] = ("float16", "bfloat16", "float8_e5m2")
-) -> Iterator[Symptom]:
+    view: RunView, *, share: float = 0.5, formats: tuple[str, ...] = ("float16", "bfloat16", "float8_e5m2")
+) -> Iterator[RuleHit]:
     """Numbers that a narrower format would flush to zero or push to infinity.
 
     Information, for whoever thinks of training in that format: speaks when `share` of the nonzero values of a
@@ -128,9 +126,9 @@ def low_precision(
     Try bfloat16, a GradScaler, or leaving the module out of autocast.
     """
     for kind in ("activation", "gradient", "weight", "weight_gradient"):
-        if patient.sites(kind) and patient.frame.buckets.shape[1]:
-            sizes = _Sizes(patient, kind)
-            yield from _already_lost(patient, sizes, share)
+        if view.sites(kind) and view.frame.buckets.shape[1]:
+            sizes = _Sizes(view, kind)
+            yield from _already_lost(view, sizes, share)
             for name in formats:
                 yield from _would_be_lost(sizes, name, share)
 
@@ -138,10 +136,10 @@ def low_precision(
 class _Sizes:
     """How large the values of one kind's sites are."""
 
-    def __init__(self, patient: Patient, kind: str) -> None:
-        self.kind, self.sites = kind, patient.sites(kind)
-        rows, counts = patient.now(kind).values[0], patient.buckets(kind)
-        self.peak = np.nan_to_num(patient.now(kind).unmasked("abs_max")[0], nan=0.0)
+    def __init__(self, view: RunView, kind: str) -> None:
+        self.kind, self.sites = kind, view.sites(kind)
+        rows, counts = view.now(kind).values[0], view.buckets(kind)
+        self.peak = np.nan_to_num(view.now(kind).unmasked("abs_max")[0], nan=0.0)
         sizes = counts[:, MIDDLE:].copy()
         sizes[:, 1:] += counts[:, MIDDLE - 1 :: -1]
         sizes[:, 0] -= rows[:, ZEROS].astype(np.int64)
@@ -156,59 +154,59 @@ class _Sizes:
         return np.where(buckets >= 0, below / np.maximum(self._below[:, -1], 1), 0.0)
 
 
-def _would_be_lost(sizes: _Sizes, name: str, share: float) -> Iterator[Symptom]:
+def _would_be_lost(sizes: _Sizes, name: str, share: float) -> Iterator[RuleHit]:
     smallest, largest = FORMATS[name]
     scaled, peak = name.startswith("float8"), sizes.peak
     flushed = sizes.share_below(peak / largest * smallest if scaled else np.full(len(peak), smallest))
     over = (peak >= largest) & (not scaled)
-    sick = np.flatnonzero((flushed >= share) | over)
-    if len(sick):
-        i = sick[0]
+    flagged = np.flatnonzero((flushed >= share) | over)
+    if len(flagged):
+        i = flagged[0]
         what = f"values up to {peak[i]:.3g}" if over[i] else f"{flushed[i]:.0%} of the values"
         happens = "would be infinite" if over[i] else "would become zero"
-        yield Symptom(
+        yield RuleHit(
             sizes.sites[i],
             f"{what} in the {sizes.kind} of {sizes.sites[i].name} {happens} in {name}"
             + (", scaled to its range" if scaled else ""),
             "bfloat16, a GradScaler, or leaving this module out of autocast, should you train in that format",
             "info",
             {"format": name, "abs_max": float(peak[i]), "flushed": float(flushed[i])},
-            others=len(sick) - 1,
+            others=len(flagged) - 1,
         )
 
 
 _LEAST_NORMAL, _NEAR_THE_END = 2.0**-14, 2.0**14
 
 
-def _already_lost(patient: Patient, sizes: _Sizes, share: float) -> Iterator[Symptom]:
+def _already_lost(view: RunView, sizes: _Sizes, share: float) -> Iterator[RuleHit]:
     kind = sizes.kind
-    scale = patient.frame.scalars.get(SCALE, 1.0) if kind == "gradient" else 1.0
+    scale = view.frame.scalars.get(SCALE, 1.0) if kind == "gradient" else 1.0
     peak = sizes.peak * scale
     faint = sizes.share_below(np.full(len(peak), _LEAST_NORMAL / scale))
     lost = np.flatnonzero((faint >= share) | (peak >= _NEAR_THE_END))
-    in_float16 = _in_float16(patient, kind) if len(lost) else set()
-    sick = [i for i in lost if sizes.sites[i].name in in_float16]
-    if sick:
-        i = sick[0]
+    in_float16 = _in_float16(view, kind) if len(lost) else set()
+    flagged = [i for i in lost if sizes.sites[i].name in in_float16]
+    if flagged:
+        i = flagged[0]
         what = f"up to {peak[i]:.3g} of at most 65504" if peak[i] >= _NEAR_THE_END else f"{faint[i]:.0%} subnormal"
-        yield Symptom(
+        yield RuleHit(
             sizes.sites[i],
             f"the {kind} of {sizes.sites[i].name} is float16 and its values are {what}",
             "bfloat16, a GradScaler, or keeping this module in float32",
             evidence={"format": "float16", "abs_max": float(peak[i]), "subnormal": float(faint[i])},
-            others=len(sick) - 1,
+            others=len(flagged) - 1,
         )
 
 
-def _in_float16(patient: Patient, kind: str) -> set[str]:
+def _in_float16(view: RunView, kind: str) -> set[str]:
     """Names of the sites that are in float16: a gradient has the format of what it is the gradient of.
 
     Read off the extremes of outputs or weights, which have eleven bits; in a model without float16 hardly any does.
     """
     source = {"gradient": "activation", "weight_gradient": "weight"}.get(kind, kind)
-    extremes = patient.now(source).values[0][:, [MIN, MAX]]
+    extremes = view.now(source).values[0][:, [MIN, MAX]]
     bits = np.frexp(np.nan_to_num(extremes, nan=0.0, posinf=0.0, neginf=0.0))[0]
     half = (np.ldexp(bits, 11) % 1 == 0).all(axis=1) & ~(np.ldexp(bits, 8) % 1 == 0).all(axis=1)
     if np.count_nonzero(half) < max(0.25 * len(half), 1):
         return set()
-    return {site.name for site, fits in zip(patient.sites(source), half, strict=True) if fits}
+    return {site.name for site, fits in zip(view.sites(source), half, strict=True) if fits}

@@ -11,14 +11,14 @@ from typing import Any, overload
 from tbhooks.data.errors import ArgumentError, check_names
 from tbhooks.data.frame import Finding, Severity, Site
 from tbhooks.data.history import History
-from tbhooks.rules.run_view import examine
+from tbhooks.rules.run_view import view_of
 
 Rule = Callable[[History], Sequence[Finding]]
 """What judges: a plain function from history to findings about the newest frame."""
 
 
 @dataclass(frozen=True)
-class Symptom:
+class RuleHit:
     """What a rule saw: `what` and `remedy` are for people; `excess` in the evidence is by how much it is too much."""
 
     site: Site | None
@@ -48,7 +48,7 @@ class Symptom:
 MOST_EXCESS = 1e9
 """Beyond this, worse is no worse: what is divided by may be zero."""
 
-Look = Callable[..., Iterable[Symptom]]
+Look = Callable[..., Iterable[RuleHit]]
 
 
 class ShippedRule:
@@ -78,10 +78,10 @@ class ShippedRule:
         return self._judge(history[0])
 
     def _judge(self, history: History) -> list[Finding]:
-        patient = examine(history, self._evaluations)
-        if patient is None:
+        view = view_of(history, self._evaluations)
+        if view is None:
             return []
-        return [seen.finding(self.name, patient.frame.step) for seen in self._look(patient, **self.thresholds)]
+        return [seen.finding(self.name, view.frame.step) for seen in self._look(view, **self.thresholds)]
 
     def _with(self, thresholds: Mapping[str, Any]) -> ShippedRule:
         check_names(f"threshold of {self.name}", thresholds, self.thresholds)

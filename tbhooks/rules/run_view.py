@@ -50,7 +50,7 @@ class Series:
         return self.values[..., COUNT] >= 0
 
 
-class Patient:
+class RunView:
     """The training frames of a history; `frame` is the newest, which is the one to be judged."""
 
     def __init__(self, frames: Sequence[Frame]) -> None:
@@ -170,18 +170,18 @@ def is_bias(site: Site) -> bool:
     return "bias" in site.path.rpartition(".")[2]
 
 
-_examined: weakref.WeakKeyDictionary[History, Patient] = weakref.WeakKeyDictionary()
+_examined: weakref.WeakKeyDictionary[History, RunView] = weakref.WeakKeyDictionary()
 
 
-def examine(history: History, evaluations: bool = False) -> Patient | None:
+def view_of(history: History, evaluations: bool = False) -> RunView | None:
     """The run so far; None if the newest frame is of no step, or of an evaluation that nobody asked for."""
     frames = history[:]
     if not frames or not frames[-1].sites:
         return None
     if frames[-1].is_evaluation:
-        return Patient(frames[-1:]) if evaluations else None
+        return RunView(frames[-1:]) if evaluations else None
     known = _examined.get(history)
     if known is None or known.frame is not frames[-1]:
-        known = Patient([frame for frame in frames if frame.sites and not frame.is_evaluation])
+        known = RunView([frame for frame in frames if frame.sites and not frame.is_evaluation])
         _examined[history] = known
     return known

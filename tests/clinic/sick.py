@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from tbhooks.data.frame import KINDS
 from tests.clinic.ward import (
     Case,
-    Patient,
+    RunView,
     Transformer,
     adam,
     classify,
@@ -28,25 +28,25 @@ from tests.clinic.ward import (
 DEEP = (64, *[32] * 59, 10)
 
 
-def _classifier(model: nn.Module, optimizer: torch.optim.Optimizer, scale: float = 1.0) -> Patient:
-    return Patient(model, stepper(optimizer, classify(model, scale=scale)))
+def _classifier(model: nn.Module, optimizer: torch.optim.Optimizer, scale: float = 1.0) -> RunView:
+    return RunView(model, stepper(optimizer, classify(model, scale=scale)))
 
 
-def learning_rate_x1000() -> Patient:
+def learning_rate_x1000() -> RunView:
     model = mlp()
     return _classifier(model, adam(model, 1.0))
 
 
-def learning_rate_x1000_transformer() -> Patient:
+def learning_rate_x1000_transformer() -> RunView:
     model = Transformer()
-    return Patient(model, stepper(sgd(model, 300.0), predict(model)))
+    return RunView(model, stepper(sgd(model, 300.0), predict(model)))
 
 
-def summed_by_mistake() -> Patient:
+def summed_by_mistake() -> RunView:
     """From step 50 on the loss is summed over the batch instead of averaged, as after a careless change."""
     model = Transformer()
     usual = predict(model)
-    return Patient(model, stepper(adam(model), lambda number: usual(number) * (184 if number >= 50 else 1)))
+    return RunView(model, stepper(adam(model), lambda number: usual(number) * (184 if number >= 50 else 1)))
 
 
 class _Recurrence(nn.Module):
@@ -63,7 +63,7 @@ class _Recurrence(nn.Module):
         return self.head(state)
 
 
-def recurrent_weights_grow() -> Patient:
+def recurrent_weights_grow() -> RunView:
     model = _Recurrence()
 
     def grow(number: int) -> Tensor:
@@ -73,15 +73,15 @@ def recurrent_weights_grow() -> Patient:
         return step(number)
 
     step = stepper(sgd(model, 1e-3), classify(model))
-    return Patient(model, grow)
+    return RunView(model, grow)
 
 
-def deep_tanh() -> Patient:
+def deep_tanh() -> RunView:
     model = mlp(DEEP, nn.Tanh)
     return _classifier(model, adam(model, 1e-4))
 
 
-def deep_sigmoid() -> Patient:
+def deep_sigmoid() -> RunView:
     model = mlp(DEEP, nn.Sigmoid)
     return _classifier(model, adam(model, 1e-4))
 
@@ -94,12 +94,12 @@ def _rescaled(model: nn.Module, factor: float) -> nn.Module:
     return model
 
 
-def init_too_large() -> Patient:
+def init_too_large() -> RunView:
     model = _rescaled(mlp((64, *[64] * 7, 10)), 20.0)
     return _classifier(model, adam(model))
 
 
-def init_too_small() -> Patient:
+def init_too_small() -> RunView:
     model = _rescaled(mlp((64, *[64] * 7, 10)), 0.05)
     with torch.no_grad():
         for layer in model:
@@ -108,30 +108,30 @@ def init_too_small() -> Patient:
     return _classifier(model, adam(model, 1e-5))
 
 
-def dead_relu() -> Patient:
+def dead_relu() -> RunView:
     model = mlp()
     nn.init.constant_(model[2].bias, -10.0)
     return _classifier(model, sgd(model, 0.01))
 
 
-def half_dead_relu() -> Patient:
+def half_dead_relu() -> RunView:
     model = cnn()
     with torch.no_grad():
         model[5].bias[:13] = -10.0
-    return Patient(model, stepper(adam(model), classify(model, images)))
+    return RunView(model, stepper(adam(model), classify(model, images)))
 
 
-def tanh_fed_x100() -> Patient:
+def tanh_fed_x100() -> RunView:
     model = mlp(activation=nn.Tanh)
     return _classifier(model, sgd(model, 0.01), scale=100.0)
 
 
-def sigmoid_fed_x100() -> Patient:
+def sigmoid_fed_x100() -> RunView:
     model = mlp((64, 64, 10), nn.Sigmoid)
     return _classifier(model, sgd(model, 0.01), scale=100.0)
 
 
-def float16_overflow() -> Patient:
+def float16_overflow() -> RunView:
     model = mlp((64, 64, 64, 64, 10)).half()
     with torch.no_grad():
         model[2].weight.mul_(2e5)
@@ -140,10 +140,10 @@ def float16_overflow() -> Patient:
         inputs, labels = vectors()
         return F.cross_entropy(model(inputs.half()).float(), labels)
 
-    return Patient(model, stepper(sgd(model, 1e-4), loss_of), steps=40)
+    return RunView(model, stepper(sgd(model, 1e-4), loss_of), steps=40)
 
 
-def near_the_end_of_float16() -> Patient:
+def near_the_end_of_float16() -> RunView:
     model = mlp((64, 64, 64, 10)).half()
     with torch.no_grad():
         model[2].weight.mul_(4e4)
@@ -153,29 +153,29 @@ def near_the_end_of_float16() -> Patient:
         inputs, labels = vectors()
         return F.cross_entropy(model(inputs.half()).float(), labels)
 
-    return Patient(model, stepper(sgd(model, 1e-9), loss_of), steps=40)
+    return RunView(model, stepper(sgd(model, 1e-9), loss_of), steps=40)
 
 
-def block_not_in_optimizer() -> Patient:
+def block_not_in_optimizer() -> RunView:
     model = Transformer()
     kept = [p for name, p in model.named_parameters() if not name.startswith("blocks.0.")]
-    return Patient(model, stepper(torch.optim.AdamW(kept, lr=1e-3), predict(model)))
+    return RunView(model, stepper(torch.optim.AdamW(kept, lr=1e-3), predict(model)))
 
 
-def head_not_in_optimizer() -> Patient:
+def head_not_in_optimizer() -> RunView:
     model = cnn()
     kept = list(model[:9].parameters())
-    return Patient(model, stepper(torch.optim.SGD(kept, lr=0.05), classify(model, images)))
+    return RunView(model, stepper(torch.optim.SGD(kept, lr=0.05), classify(model, images)))
 
 
-def rounded_away() -> Patient:
+def rounded_away() -> RunView:
     model = mlp().bfloat16()
 
     def loss_of(number: int) -> Tensor:
         inputs, labels = vectors()
         return F.cross_entropy(model(inputs.bfloat16()).float(), labels)
 
-    return Patient(model, stepper(adam(model, 1e-6), loss_of))
+    return RunView(model, stepper(adam(model, 1e-6), loss_of))
 
 
 class _TwoBranches(nn.Module):
@@ -191,7 +191,7 @@ class _TwoBranches(nn.Module):
         return self.head(self.main(x) + self.branch(x).detach())
 
 
-def detached_branch() -> Patient:
+def detached_branch() -> RunView:
     model = _TwoBranches()
     return _classifier(model, adam(model))
 
@@ -207,12 +207,12 @@ class _CutOff(nn.Module):
         return self.head(self.stem(x).detach())
 
 
-def detached_stem() -> Patient:
+def detached_stem() -> RunView:
     model = _CutOff()
     return _classifier(model, adam(model))
 
 
-def gradients_cleared_before_the_step() -> Patient:
+def gradients_cleared_before_the_step() -> RunView:
     model = mlp()
     optimizer, loss_of = adam(model), classify(model)
 
@@ -223,31 +223,31 @@ def gradients_cleared_before_the_step() -> Patient:
         optimizer.step()
         return loss
 
-    return Patient(model, step)
+    return RunView(model, step)
 
 
-def one_class() -> Patient:
+def one_class() -> RunView:
     """Cross entropy over a single class is zero whatever the model says."""
     model = mlp((64, 32, 1))
-    return Patient(
+    return RunView(
         model, stepper(adam(model), lambda number: F.cross_entropy(model(vectors()[0]), torch.zeros(32).long()))
     )
 
 
-def learning_rate_zero() -> Patient:
+def learning_rate_zero() -> RunView:
     """A factor of the schedule that is rounded to zero."""
     model = cnn()
     optimizer = adam(model)
     schedule = LambdaLR(optimizer, lambda step: step // 1000)
-    return Patient(model, stepper(optimizer, classify(model, images), schedule=schedule))
+    return RunView(model, stepper(optimizer, classify(model, images), schedule=schedule))
 
 
-def learning_rate_20() -> Patient:
+def learning_rate_20() -> RunView:
     model = mlp()
     return _classifier(model, sgd(model, 20.0))
 
 
-def multiplied_by_zero() -> Patient:
+def multiplied_by_zero() -> RunView:
     model = mlp((64, 32, 32, 10))
     nn.init.zeros_(model[4].weight)
     model[4].weight.requires_grad_(False)
@@ -269,12 +269,12 @@ class _Logarithm(nn.Module):
         return self.head(bright.log())
 
 
-def logarithm_of_zero() -> Patient:
+def logarithm_of_zero() -> RunView:
     model = _Logarithm()
     return replace(_classifier(model, adam(model)), steps=251, every=50)
 
 
-def nan_in_one_layer() -> Patient:
+def nan_in_one_layer() -> RunView:
     model = cnn()
     seen = [0]
 
@@ -283,27 +283,27 @@ def nan_in_one_layer() -> Patient:
         return out / 0.0 * 0.0 if seen[0] > 40 else out
 
     model[4].register_forward_hook(spoil)
-    return Patient(model, stepper(adam(model), classify(model, images)), steps=60)
+    return RunView(model, stepper(adam(model), classify(model, images)), steps=60)
 
 
-def attention_blown_up() -> Patient:
+def attention_blown_up() -> RunView:
     model = Transformer()
     with torch.no_grad():
         model.blocks[1].qkv.weight[:64].mul_(40.0)
-    return Patient(model, stepper(adam(model), predict(model)), kinds=(*KINDS, "functional"))
+    return RunView(model, stepper(adam(model), predict(model)), kinds=(*KINDS, "functional"))
 
 
-def learning_rate_too_small() -> Patient:
+def learning_rate_too_small() -> RunView:
     model = Transformer()
-    return Patient(model, stepper(adam(model, 1e-8), predict(model)))
+    return RunView(model, stepper(adam(model, 1e-8), predict(model)))
 
 
-def learning_rate_too_small_sgd() -> Patient:
+def learning_rate_too_small_sgd() -> RunView:
     model = cnn()
-    return Patient(model, stepper(sgd(model, 1e-7), classify(model, images)))
+    return RunView(model, stepper(sgd(model, 1e-7), classify(model, images)))
 
 
-def representation_collapse() -> Patient:
+def representation_collapse() -> RunView:
     """Two views of a digit are drawn together, and nothing keeps different digits apart."""
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 32, bias=False))
 
@@ -312,10 +312,10 @@ def representation_collapse() -> Patient:
         one, other = (model(inputs + 0.3 * torch.randn_like(inputs)) for _ in range(2))
         return (one - other).square().sum(dim=1).mean()
 
-    return Patient(model, stepper(adam(model, 1e-2), loss_of), steps=200)
+    return RunView(model, stepper(adam(model, 1e-2), loss_of), steps=200)
 
 
-def corrupt_batch() -> Patient:
+def corrupt_batch() -> RunView:
     model = cnn()
 
     def loss_of(number: int) -> Tensor:
@@ -325,23 +325,23 @@ def corrupt_batch() -> Patient:
         return F.cross_entropy(model(inputs), labels)
 
     model[1], model[5] = nn.Identity(), nn.Identity()
-    return Patient(model, stepper(sgd(model, 0.02), loss_of, clip=1.0), steps=151)
+    return RunView(model, stepper(sgd(model, 0.02), loss_of, clip=1.0), steps=151)
 
 
-def wrong_labels() -> Patient:
+def wrong_labels() -> RunView:
     model = mlp()
 
     def loss_of(number: int) -> Tensor:
         inputs, labels = vectors()
         return F.cross_entropy(model(inputs), (labels + 5) % 10 if number == 140 else labels)
 
-    return Patient(model, stepper(adam(model, 3e-3), loss_of), steps=161)
+    return RunView(model, stepper(adam(model, 3e-3), loss_of), steps=161)
 
 
-def gradients_below_float16() -> Patient:
+def gradients_below_float16() -> RunView:
     model = mlp()
     loss_of = classify(model)
-    return Patient(model, stepper(adam(model), lambda number: loss_of(number) * 1e-7))
+    return RunView(model, stepper(adam(model), lambda number: loss_of(number) * 1e-7))
 
 
 SICK = (

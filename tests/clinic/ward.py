@@ -21,7 +21,7 @@ FRAMES_ALLOWED = 3
 
 
 @dataclass(frozen=True)
-class Patient:
+class RunView:
     """A model, what one of its training steps does, and how it is watched."""
 
     model: nn.Module
@@ -38,7 +38,7 @@ class Case:
     """`rules` must all be found, none of it later than three frames after `onset`, each at a path that `at` allows."""
 
     name: str
-    admit: Callable[[], Patient]
+    admit: Callable[[], RunView]
     rules: tuple[str, ...] = ()
     at: tuple[str, ...] = ("*",)
     onset: int = 0

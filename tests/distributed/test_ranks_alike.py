@@ -181,7 +181,7 @@ def test_evaluations_are_those_of_the_first_rank_however_often_others_evaluate(f
 
 
 def test_a_label_given_after_the_first_step_and_a_late_number_reach_it(fleet: Fleet, tmp_path: Path) -> None:
-    for frames, messages in fleet.values(jobs.labelled, 2, tmp_path):
+    for frames, messages in fleet.values(jobs.profiler_label, 2, tmp_path):
         assert frames == [(5000, 0.5), (5001, 0.5), (5002, 0.5)], messages
 
 

@@ -454,7 +454,7 @@ def test_a_model_and_its_watch_are_collected_once_both_are_let_go() -> None:
         called(torch.randn(6, 4)).mean().backward()
         optimizer.step()
     watching.close()
-    alive = weakref.ref(model), weakref.ref(watching._loop.probe)
+    alive = weakref.ref(model), weakref.ref(watching._session.observer)
     del model, called, watching, optimizer
     torch._dynamo.reset()
     gc.collect()

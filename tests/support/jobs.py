@@ -257,7 +257,7 @@ def looked_on(rank: int, wrap: str) -> tuple[list[list[Any]], int, tuple[str, ..
         optimizer.step()
         optimizer.zero_grad()
     w.close()
-    shown = [list(frame.exhibits) for frame in kept.frames]
+    shown = [list(frame.artifacts) for frame in kept.frames]
     return shown, w.stats.errors, w.stats.messages, [zoo.raw(_all_of(parameter)) for parameter in model.parameters()]
 
 
@@ -532,7 +532,7 @@ def evaluating(rank: int) -> Any:
     )
 
 
-def labelled(rank: int) -> Any:
+def profiler_label(rank: int) -> Any:
     """A training that goes on from a checkpoint, and says so after the first step."""
     model = make_model()
     w = tbhooks.watch(model, None, 1, ranks="merge")
@@ -674,8 +674,8 @@ def terminated(rank: int) -> None:
     for step in range(3):
         loss_of(model(batch(step, rank))).backward()
         optimizer.step()
-    w._loop.settle()
-    w._pump.wait()
+    w._session.settle()
+    w._worker.wait()
     if rank == 1:
         time.sleep(4)
         os._exit(0)

@@ -81,9 +81,9 @@ def serving(directory: Path) -> Iterator[Lab]:
         file = directory / "settings" / "@jupyterlab" / f"{plugin}.jupyterlab-settings"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(values))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    with socket.socket() as observer:
+        observer.bind(("127.0.0.1", 0))
+        port = observer.getsockname()[1]
     lab = Lab(f"http://127.0.0.1:{port}", secrets.token_hex(16), notebooks)
     flags = [f"--ServerApp.port={port}", f"--IdentityProvider.token={lab.token}", f"--ServerApp.root_dir={notebooks}"]
     with (directory / "log").open("w") as told:

@@ -12,13 +12,13 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
-from tbhooks.capture.packed_step import Make, Read
+from tbhooks.capture.packed_step import ArtifactBuilder, Read
 from tbhooks.capture.recorder import Recorder
-from tbhooks.data.artifacts import Exhibit
+from tbhooks.data.artifacts import Artifact
 from tbhooks.data.self_report import Report
 
 
-class Onlooker(Protocol):
+class Collector(Protocol):
     """Looks at what runs in logged steps. What it raises ends its looking, and nothing else."""
 
     def wants(self, path: str, module: nn.Module) -> bool:
@@ -44,97 +44,97 @@ class Onlooker(Protocol):
 class HasHooks(Protocol):
     """One that puts hooks of its own on modules; they come and go with those of the watch."""
 
-    def put_on(self, modules: Mapping[str, nn.Module]) -> None:
+    def attach(self, modules: Mapping[str, nn.Module]) -> None:
         """What runs from now on may be looked at. Called again and again."""
 
-    def take_off(self) -> None:
+    def detach(self) -> None:
         """Nothing may be, and no hook be left."""
 
 
-class Onlookers:
+class Collectors:
     """All of one watch; each is kept from harming training and the others."""
 
     def __init__(self, report: Report) -> None:
-        self.wishes = 0
+        self.subscription_version = 0
         """A number that changes with what they want."""
         self._report = report
-        self._all: tuple[Onlooker, ...] = ()
+        self._all: tuple[Collector, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self._all)
 
-    def add(self, onlooker: Onlooker) -> None:
-        self._all = (*self._all, onlooker)
+    def add(self, collector: Collector) -> None:
+        self._all = (*self._all, collector)
         self.change_wishes()
 
     def change_wishes(self) -> None:
         """Somebody wants more, or less, than when hooks were put on."""
-        self.wishes += 1
+        self.subscription_version += 1
 
-    def put_on(self, modules: Mapping[str, nn.Module]) -> None:
-        for onlooker in self._all:
-            if isinstance(onlooker, HasHooks):
-                with self._guarded(onlooker):
-                    onlooker.put_on(modules)
+    def attach(self, modules: Mapping[str, nn.Module]) -> None:
+        for collector in self._all:
+            if isinstance(collector, HasHooks):
+                with self._guarded(collector):
+                    collector.attach(modules)
 
-    def take_off(self) -> None:
-        for onlooker in self._all:
-            if isinstance(onlooker, HasHooks):
-                with self._guarded(onlooker):
-                    onlooker.take_off()
+    def detach(self) -> None:
+        for collector in self._all:
+            if isinstance(collector, HasHooks):
+                with self._guarded(collector):
+                    collector.detach()
 
     def wants(self, path: str, module: nn.Module) -> bool:
         """Everybody is asked, and may remember what it wants: all are shown what anybody does."""
         wanted = False
-        for onlooker in self._all:
-            with self._guarded(onlooker):  # patterns may be calls of the user's
-                wanted = onlooker.wants(path, module) or wanted
+        for collector in self._all:
+            with self._guarded(collector):  # patterns may be calls of the user's
+                wanted = collector.wants(path, module) or wanted
         return wanted
 
     def wants_inputs(self, path: str, module: nn.Module) -> bool:
         wanted = False
-        for onlooker in self._all:
-            with self._guarded(onlooker):
-                wanted = onlooker.wants_inputs(path, module) or wanted
+        for collector in self._all:
+            with self._guarded(collector):
+                wanted = collector.wants_inputs(path, module) or wanted
         return wanted
 
     def begin(self) -> None:
-        for onlooker in self._all:
-            with self._guarded(onlooker):
-                onlooker.begin()
+        for collector in self._all:
+            with self._guarded(collector):
+                collector.begin()
 
     def saw(self, path: str, kind: str, index: str, tensor: Tensor) -> None:
-        for onlooker in self._all:
-            with self._guarded(onlooker):
-                onlooker.saw(path, kind, index, tensor)
+        for collector in self._all:
+            with self._guarded(collector):
+                collector.saw(path, kind, index, tensor)
 
     def end(self, recorder: Recorder) -> None:
-        for onlooker in self._all:
-            with self._guarded(onlooker):
-                onlooker.end(recorder)
+        for collector in self._all:
+            with self._guarded(collector):
+                collector.end(recorder)
 
     def forget(self) -> None:
-        for onlooker in self._all:
-            with self._guarded(onlooker):
-                onlooker.forget()
+        for collector in self._all:
+            with self._guarded(collector):
+                collector.forget()
 
     @contextlib.contextmanager
-    def _guarded(self, onlooker: Onlooker) -> Iterator[None]:
+    def _guarded(self, collector: Collector) -> Iterator[None]:
         """One that failed is not asked again."""
         try:
             yield
         except Exception as problem:
-            self._all = tuple(other for other in self._all if other is not onlooker)
-            if isinstance(onlooker, HasHooks):
+            self._all = tuple(other for other in self._all if other is not collector)
+            if isinstance(collector, HasHooks):
                 with contextlib.suppress(Exception):
-                    onlooker.take_off()
-            self._report.error(type(onlooker).__name__, problem)
+                    collector.detach()
+            self._report.error(type(collector).__name__, problem)
 
 
-def guarded(make: Make, report: Report, where: str) -> Make:
+def guarded(make: ArtifactBuilder, report: Report, where: str) -> ArtifactBuilder:
     """In the background: an exhibit that cannot be made must not cost the frame it goes with."""
 
-    def made(read: Read) -> Iterable[Exhibit]:
+    def made(read: Read) -> Iterable[Artifact]:
         try:
             return tuple(make(read))
         except Exception as problem:

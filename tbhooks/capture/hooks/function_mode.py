@@ -21,7 +21,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
 
 from tbhooks.capture import tensor_tree
-from tbhooks.capture.autograd import is_traced, unrecorded
+from tbhooks.capture.autograd import is_traced, without_dispatch_modes
 from tbhooks.capture.hooks import attention
 from tbhooks.data.self_report import Report
 from tbhooks.reduction.torch_private import look_up, missing
@@ -160,7 +160,7 @@ class OwnMode(TorchFunctionMode):
         until the next time this is called.
         """
         if wanted is not self._on and not self._operations_running and _CAN_LIE_ON_STACK:
-            (push if wanted else take_off)(self)
+            (push if wanted else detach)(self)
             self._on = wanted
 
 
@@ -231,7 +231,7 @@ def _nobody_else_is_asked(types: Any) -> bool:
     return all(map(_has_plain_meaning, types)) and all(isinstance(mode, (_DeviceContext, OwnMode)) for mode in modes)
 
 
-def take_off(mode: TorchFunctionMode) -> None:
+def detach(mode: TorchFunctionMode) -> None:
     """Removes a mode from torch's stack, wherever it lies, and leaves all others as they are."""
     if not any(_mode_at(i) is mode for i in range(_count_modes())):
         return
@@ -297,7 +297,7 @@ class Functional:
         try:
             with (
                 _DisableTorchFunction(),
-                unrecorded(),
+                without_dispatch_modes(),
             ):  # neither subclasses nor modes of the user see our reading
                 for _, tensor in tensor_tree.tensors(result)[:1]:
                     if not has_no_data(tensor):
@@ -328,7 +328,7 @@ class Functional:
         args, kwargs = given
         for value in (*args, *kwargs.values()):
             if isinstance(value, Tensor) and not _is_plain(value):
-                self._report.cannot_see(name, f"not computed from a {type(value).__name__} like this")
+                self._report.mark_unseen(name, f"not computed from a {type(value).__name__} like this")
                 return False
         return True
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from tbhooks.capture import dynamo, tensor_tree
-from tbhooks.capture.autograd import in_backward, is_traced, labelled
-from tbhooks.capture.dynamo import Gate, runs_as_python
+from tbhooks.capture.autograd import in_backward, is_traced, profiler_label
+from tbhooks.capture.dynamo import CompileGate, dynamo_skip
 from tbhooks.capture.hooks.dead_units import RECTIFIERS
 from tbhooks.capture.hooks.function_mode import Functional
 from tbhooks.capture.hooks.passes import Pass
@@ -37,7 +37,7 @@ class ToldOfGradients(Protocol):
 class Told(ToldOfGradients, Protocol):
     """What the hooks call."""
 
-    gate: Gate
+    gate: CompileGate
 
     def forward_begins(self) -> None: ...
 
@@ -60,14 +60,29 @@ class ForwardHook(Unkept):
     """Placed on a module for a logged step; on a compiled one for good."""
 
     __slots__ = (
-        "__weakref__", "broken", "ends_backward", "failures", "gate", "has_units", "module", "path", "reads_gradients",
-        "reads_inputs", "reads_operations", "reads_outputs", "shows_inputs", "shows_outputs", "sites", "ticket", "told",
+        "__weakref__",
+        "broken",
+        "ends_backward",
+        "failures",
+        "gate",
+        "has_units",
+        "hook_id",
+        "module",
+        "path",
+        "reads_gradients",
+        "reads_inputs",
+        "reads_operations",
+        "reads_outputs",
+        "shows_inputs",
+        "shows_outputs",
+        "sites",
+        "told",
     )  # fmt: skip
 
     def __init__(self, told: Told, path: str, module: nn.Module, wanted: frozenset[str], chosen: bool) -> None:
         self.told, self.path, self.module = told, path, weakref.ref(module)
         self.gate = told.gate
-        self.ticket = dynamo.NO_TICKET
+        self.hook_id = dynamo.NO_TICKET
         self.sites: dict[str, tuple[int, int]] = {}
         self.reads_outputs = chosen and "activation" in wanted
         self.reads_gradients = chosen and "gradient" in wanted
@@ -86,25 +101,25 @@ class ForwardHook(Unkept):
 
     def take_ticket(self) -> None:
         """Once anything is compiled: a ticket is a tensor, too dear to make one for each module of every model."""
-        if self.ticket is dynamo.NO_TICKET:
-            self.ticket = dynamo.ticket(self)
+        if self.hook_id is dynamo.NO_TICKET:
+            self.hook_id = dynamo.hook_id(self)
 
     @property
     def reads(self) -> bool:
         """Whether it is there for the module's own sake."""
         return self.reads_outputs or self.reads_gradients
 
-    @runs_as_python
+    @dynamo_skip
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
             if _is_read_in_graph(self.gate, module):
                 wants_gradient = self.reads_gradients or self.ends_backward
                 for index, tensor in tensor_tree.tensors(output):
-                    dynamo.show(tensor, "activation", index, wants_gradient, self.ticket, self.gate.serial)
+                    dynamo.show(tensor, "activation", index, wants_gradient, self.hook_id, self.gate.serial)
         elif self.broken:
             self.told.saw_call(self)
         else:
-            with labelled("activation"):
+            with profiler_label("activation"):
                 self.told.saw_output(self, output)
 
     def site_numbers(self, index: str) -> tuple[int, int]:
@@ -137,7 +152,7 @@ class InputHook(Unkept):
     def told(self) -> Told:
         return self.hook.told
 
-    @runs_as_python
+    @dynamo_skip
     def __call__(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
         hook = self.hook
         if kwargs is None:  # taken off a moment ago: torch has it on its list still, but not how to call it
@@ -145,13 +160,13 @@ class InputHook(Unkept):
         if torch.compiler.is_compiling():
             if _is_read_in_graph(hook.gate, module):
                 for index, tensor in tensor_tree.inputs(args, kwargs):
-                    dynamo.show(tensor, "input", index, False, hook.ticket, hook.gate.serial)
+                    dynamo.show(tensor, "input", index, False, hook.hook_id, hook.gate.serial)
         elif not hook.broken:
-            with labelled("input"):
+            with profiler_label("input"):
                 hook.told.saw_inputs(hook, args, kwargs)
 
 
-def _is_read_in_graph(gate: Gate, module: nn.Module) -> bool:
+def _is_read_in_graph(gate: CompileGate, module: nn.Module) -> bool:
     return gate.compiling() and (gate.open or (gate.evaluation and not module.training))
 
 
@@ -170,10 +185,10 @@ class GradientHook:
         self.failure = ""
         """Why its gradient could not be read."""
 
-    @runs_as_python
+    @dynamo_skip
     def __call__(self, gradient: Tensor | None) -> None:
         if gradient is not None:
-            with labelled("gradient"):
+            with profiler_label("gradient"):
                 self.told.saw_gradient(self, gradient)
 
 
@@ -192,7 +207,7 @@ class ScaledLossHook:
     def __init__(self, told: ToldOfGradients, step: object, scale: Tensor) -> None:
         self.told, self.step, self.scale = told, step, scale
 
-    @runs_as_python
+    @dynamo_skip
     def __call__(self, gradient: Tensor | None) -> None:
         self.told.saw_scaled_loss(self)
 
@@ -205,7 +220,7 @@ class EnterHook(Unkept):
     def __init__(self, functional: Functional, hook: ForwardHook) -> None:
         self.functional, self.hook = functional, hook
 
-    @runs_as_python
+    @dynamo_skip
     def __call__(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
             self.hook.gate.compiling()
@@ -222,7 +237,7 @@ class LeaveHook(Unkept):
     def __init__(self, functional: Functional, path: str) -> None:
         self.functional, self.path = functional, path
 
-    @runs_as_python
+    @dynamo_skip
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if not torch.compiler.is_compiling() and not in_backward():
             self.functional.leave_module(self.path)
@@ -236,7 +251,7 @@ class BeginHook(Unkept):
     def __init__(self, told: Told) -> None:
         self.told = told
 
-    @runs_as_python
+    @dynamo_skip
     def __call__(self, module: nn.Module, args: Any) -> None:
         if not torch.compiler.is_compiling():
             self.told.forward_begins()
@@ -250,7 +265,7 @@ class EndHook(Unkept):
     def __init__(self, told: Told) -> None:
         self.told = told
 
-    @runs_as_python
+    @dynamo_skip
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if not torch.compiler.is_compiling():
             self.told.forward_ends(output)
@@ -272,7 +287,7 @@ class CallHook(Unkept):
     def __init__(self, follows: Follows, path: str) -> None:
         self.follows, self.path = follows, path
 
-    @runs_as_python
+    @dynamo_skip
     def __call__(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
         if not torch.compiler.is_compiling() and kwargs is not None and not in_backward():
             self.follows.enters(self.path, module, args, kwargs)
@@ -286,7 +301,7 @@ class ReturnHook(Unkept):
     def __init__(self, follows: Follows, path: str) -> None:
         self.follows, self.path = follows, path
 
-    @runs_as_python
+    @dynamo_skip
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if not torch.compiler.is_compiling() and not in_backward():
             self.follows.leaves(self.path, output)
@@ -311,13 +326,13 @@ def _are_stand_ins(args: Any) -> bool:
 class RootHook(Unkept):
     """Tells that the model's forward begins, for clocks that count forwards."""
 
-    __slots__ = ("__weakref__", "in_graph", "ticket", "told")
+    __slots__ = ("__weakref__", "hook_id", "in_graph", "told")
 
     def __init__(self, told: Callable[[], None], in_graph: bool) -> None:
         self.told, self.in_graph = told, in_graph
-        self.ticket = dynamo.ticket(self)
+        self.hook_id = dynamo.hook_id(self)
 
-    @runs_as_python
+    @dynamo_skip
     def __call__(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
         # One that another hook has just taken off is still called, and then without keywords.
         if not torch.compiler.is_compiling():
@@ -326,7 +341,7 @@ class RootHook(Unkept):
                 self.told()
                 _call_new(module, known, args, kwargs or {})
         elif self.in_graph and dynamo.may_read():
-            dynamo.begin(self.ticket)
+            dynamo.begin(self.hook_id)
 
     def began_in_graph(self) -> None:
         self.told()
@@ -344,13 +359,13 @@ class BatchHook(Unkept):
     harming the forward. From inside a compiled graph they come one by one.
     """
 
-    __slots__ = ("__weakref__", "ticket", "told")
+    __slots__ = ("__weakref__", "hook_id", "told")
 
     def __init__(self, told: Callable[[Callable[[], Sizes]], None]) -> None:
         self.told = told
-        self.ticket = dynamo.ticket(self)
+        self.hook_id = dynamo.hook_id(self)
 
-    @runs_as_python
+    @dynamo_skip
     def __call__(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
         if not torch.compiler.is_compiling():
             if not is_traced():
@@ -358,7 +373,7 @@ class BatchHook(Unkept):
         elif dynamo.may_read():
             for tensor, kind in zip(_batch(args, kwargs or {}), ("samples", "tokens"), strict=True):
                 if tensor is not None:
-                    dynamo.show(tensor, kind, "", False, self.ticket, dynamo.NO_TICKET)
+                    dynamo.show(tensor, kind, "", False, self.hook_id, dynamo.NO_TICKET)
 
     def saw_in_graph(self, tensor: Tensor, kind: str, index: str, gradient: str, serial: int) -> None:
         self.told(lambda: (tensor.size(0), 0) if kind == "samples" else (0, tensor.numel()))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from tbhooks.capture import compilation, dynamo, selection
-from tbhooks.capture.hooks.collectors import Onlookers
+from tbhooks.capture.hooks.collectors import Collectors
 from tbhooks.capture.hooks.function_mode import Functional
 from tbhooks.capture.hooks.hook_types import (  # fmt: skip
     BeginHook,
@@ -46,12 +46,12 @@ BLIND = (
 )
 
 
-class Placement:
+class HookManager:
     """The hooks of one watch on the modules of its model."""
 
     def __init__(
         self, told: Told, model: weakref.ref[nn.Module], selector: selection.Selector, wanted: frozenset[str],
-        functional: Functional | None, onlookers: Onlookers, report: Report,
+        functional: Functional | None, collectors: Collectors, report: Report,
     ) -> None:  # fmt: skip
         self.hooks: dict[str, ForwardHook] = {}
         """By path; kept when they are taken off."""
@@ -62,10 +62,10 @@ class Placement:
         self._selector = selector
         self._wanted = wanted
         self._functional = functional
-        self._onlookers = onlookers
+        self._collectors = collectors
         self._report = report
         self._are_on = False
-        self._wishes = 0
+        self._subscription_version = 0
         self._handles: list[RemovableHandle] = []
         # One for all modules: a handle for each would be half of what putting them on costs. Negative, because a model
         # that was loaded with its hooks may hold any number that torch will yet give out.
@@ -78,7 +78,7 @@ class Placement:
         self.gate = told.gate
         told.gate.get_ready = self._give_tickets
         if functional is not None:
-            functional.show = onlookers.saw
+            functional.show = collectors.saw
 
     def forked(self) -> None:
         """In a forked child, whoever held the lock does not exist."""
@@ -95,12 +95,12 @@ class Placement:
         with self._report.guarded("looking for compiled code"):
             if model is not None and compilation.forget_unhooked(model):
                 message = "the model ran compiled before watch(): it is compiled anew, with hooks"
-                self._report.tell(message, logging.INFO)
+                self._report.log_once(message, logging.INFO)
 
     def stop(self) -> None:
         compilation.end(self)
 
-    def put_on(self) -> None:
+    def attach(self) -> None:
         """Hooks on every watched module there is now: added and replaced ones are found here."""
         with self._lock:
             self._put_on()
@@ -113,11 +113,11 @@ class Placement:
         self.aliases = modules.aliases
         wanted = self._modules_to_hook(modules.by_path)
         # Compiled code would be compiled anew; what nobody wants any more is then shown to nobody.
-        as_wished = self._wishes == self._onlookers.wishes or self._told.gate.was_compiled
+        as_wished = self._subscription_version == self._collectors.subscription_version or self._told.gate.was_compiled
         if self._are_on and as_wished and all(self._has(path, module) for path, module in wanted.items()):
-            self._onlookers.put_on(modules.by_path)
+            self._collectors.attach(modules.by_path)
             return
-        self.take_off()
+        self.detach()
         if not all(path in wanted and self._has(path, wanted[path]) for path in self.hooks):
             self.sweep()
         chosen = self._selector.choose(wanted)
@@ -127,9 +127,9 @@ class Placement:
             hooks[path] = (
                 self.hooks[path] if known else ForwardHook(self._told, path, module, self._wanted, path in chosen)
             )
-            if self._onlookers:
-                hooks[path].shows_outputs = self._onlookers.wants(path, module)
-                hooks[path].shows_inputs = self._onlookers.wants_inputs(path, module)
+            if self._collectors:
+                hooks[path].shows_outputs = self._collectors.wants(path, module)
+                hooks[path].shows_inputs = self._collectors.wants_inputs(path, module)
             self._handles += self._register(hooks[path], module)
         self.hooks = hooks
         self._are_on = bool(hooks)
@@ -137,16 +137,16 @@ class Placement:
             self._give_tickets()
         if self._functional is not None:
             self._functional.listens = True
-        self._wishes = self._onlookers.wishes
-        self._onlookers.put_on(modules.by_path)
+        self._subscription_version = self._collectors.subscription_version
+        self._collectors.attach(modules.by_path)
 
-    def put_on_anew(self) -> None:
+    def reattach(self) -> None:
         """Somebody has begun to look on; where a step is open, hooks are on even if there were none to put on."""
         if self._are_on or self._told.gate.open:
-            self.take_off()
-            self.put_on()
+            self.detach()
+            self.attach()
 
-    def take_off(self) -> None:
+    def detach(self) -> None:
         """Leaves no hook on any module."""
         with self._lock:
             self._take_off()
@@ -159,7 +159,7 @@ class Placement:
         for handle in self._handles:
             handle.remove()
         self._handles, self._are_on = [], False
-        self._onlookers.take_off()
+        self._collectors.detach()
         if self._functional is not None:
             self._functional.listens = False
             self._functional.abandon()
@@ -172,26 +172,26 @@ class Placement:
         was_on = self._are_on
         if not was_on:
             with self._report.guarded("putting hooks on for a compiler"):
-                self.put_on()
+                self.attach()
         try:
             yield
         finally:
             if not was_on and not self.gate.was_compiled:
                 with self._report.guarded("taking hooks off after a compiler"):
-                    self.take_off()
+                    self.detach()
 
     @contextlib.contextmanager
     def off_for_compiler(self) -> Iterator[None]:
         """No hooks are on, and those that were are put back."""
         was_on = self._are_on
         with self._report.guarded("taking hooks off for a compiler"):
-            self.take_off()
+            self.detach()
         try:
             yield
         finally:
             if was_on:
                 with self._report.guarded("putting hooks on after a compiler"):
-                    self.put_on()
+                    self.attach()
 
     def lost_in_compiler(self, code: CodeType, problem: BaseException, had_hooks: bool) -> None:
         """It could be compiled without hooks only."""
@@ -199,7 +199,7 @@ class Placement:
         self._report.error(f"compiling {code.co_qualname} with hooks failed, and without them it worked", problem)
         self.gate.was_compiled = had_hooks
         if not had_hooks and not self.gate.open:
-            self.take_off()
+            self.detach()
 
     def knows(self, module: nn.Module) -> bool:
         """Whether it is part of the watched model."""
@@ -213,14 +213,14 @@ class Placement:
     def report_lost(self, called: set[str]) -> None:
         """Says what could not be read because of the torch that is installed, and why."""
         for name, why in torch_private.missing.items():
-            self._report.cannot_see(name, why)
+            self._report.mark_unseen(name, why)
         for where, problem in dynamo.failures[self._failures_told :]:
             self._report.error(where, problem)
         self._failures_told = len(dynamo.failures)
         is_unknown = "torch._dynamo" in sys.modules and not dynamo.hooks_are_guarded
         why = NOT_IN_COMPILED if self.lost_in else dynamo.NOT_GUARDED if is_unknown else ""
         for path in (path for path, hook in self.hooks.items() if why and hook.reads and path not in called):
-            self._report.cannot_see(path, why)
+            self._report.mark_unseen(path, why)
 
     def why_blind(self) -> str:
         """Why nothing in the model was seen running, and what is done about it."""
@@ -266,16 +266,16 @@ class Placement:
             # The end of the model's backward is when weight gradients are read, and tells which forwards are trained.
             if chosen or "weight_gradient" in self._wanted:
                 chosen = {ROOT: modules[ROOT], **chosen}
-            if self._onlookers:
+            if self._collectors:
                 chosen |= {path: module for path, module in modules.items() if self._is_shown(path, module)}
         return {path: module for path, module in chosen.items() if self._can_be_hooked(path, module)}
 
     def _is_shown(self, path: str, module: nn.Module) -> bool:
-        return self._onlookers.wants(path, module) or self._onlookers.wants_inputs(path, module)
+        return self._collectors.wants(path, module) or self._collectors.wants_inputs(path, module)
 
     def _can_be_hooked(self, path: str, module: nn.Module) -> bool:
         if isinstance(module, torch.jit.ScriptModule):
-            self._report.cannot_see(path, "a scripted or traced module takes no hooks")
+            self._report.mark_unseen(path, "a scripted or traced module takes no hooks")
             return False
         return type(module).forward is not nn.Module.forward  # ModuleList and its like are never called
 

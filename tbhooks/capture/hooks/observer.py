@@ -12,16 +12,16 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from tbhooks.capture import dynamo, selection, sharded_tensors, tensor_tree
-from tbhooks.capture.autograd import in_backward, is_traced, unrecorded
-from tbhooks.capture.hooks.collectors import Onlooker
+from tbhooks.capture.autograd import in_backward, is_traced, without_dispatch_modes
+from tbhooks.capture.hooks.collectors import Collector
 from tbhooks.capture.hooks.dead_units import RECTIFIED
 from tbhooks.capture.hooks.function_mode import Functional
 from tbhooks.capture.hooks.hook_types import ForwardHook, GradientHook, RootHook, ScaledLossHook
-from tbhooks.capture.hooks.manager import Placement, hook_root, hook_tensor
+from tbhooks.capture.hooks.manager import HookManager, hook_root, hook_tensor
 from tbhooks.capture.hooks.passes import Pass
 from tbhooks.capture.hooks.reading import NOT_TRAINED, Reader
 from tbhooks.capture.hooks.reducing import reduce_and_note
-from tbhooks.capture.hooks.step_context import Seen
+from tbhooks.capture.hooks.step_context import StepContext
 from tbhooks.capture.recorder import NO_SITE, Recorder
 from tbhooks.data.frame import EVALUATION_SINCE, ROOT, Site
 from tbhooks.data.self_report import Report, described
@@ -30,15 +30,15 @@ from tbhooks.data.self_report import Report, described
 MOST_FAILURES = 3
 
 
-class Probe(Reader):
+class Observer(Reader):
     """The hooks of one watch. `begin` opens a logged step, `end` closes it."""
 
     def __init__(self, model: nn.Module, selector: selection.Selector, recorder: Recorder, report: Report) -> None:
         super().__init__(model, recorder, report)
         self._failing: dict[str, ForwardHook] = {}
         self._functional = Functional(self._saw_functional, report) if recorder.wants("functional") else None
-        self.placement = Placement(
-            self, self._model, selector, recorder.kinds, self._functional, self.onlookers, report
+        self.placement = HookManager(
+            self, self._model, selector, recorder.kinds, self._functional, self.collectors, report
         )
 
     @property
@@ -66,17 +66,17 @@ class Probe(Reader):
         if attach:
             self.attach()
 
-    def look_on(self, onlooker: Onlooker) -> None:
+    def add_collector(self, collector: Collector) -> None:
         """Somebody more looks on, from the open step on if there is one."""
-        self.onlookers.add(onlooker)
+        self.collectors.add(collector)
         if self.seen is not None:
-            onlooker.begin()
-        self.placement.put_on_anew()
+            collector.begin()
+        self.placement.reattach()
 
     def end(self, keep_hooks: bool) -> None:
         """Closes a step that ran to its end, and reports what it should have shown and did not."""
         if self._functional is not None and self.gate.was_compiled:
-            self._report.cannot_see("functional", "inside compiled code modules are seen, and operations are not")
+            self._report.mark_unseen("functional", "inside compiled code modules are seen, and operations are not")
         if self.seen is not None:
             self.placement.report_lost(self.seen.called)
             watched = [path for path, hook in self.placement.hooks.items() if hook.reads]
@@ -90,7 +90,7 @@ class Probe(Reader):
         """Forwards that no backward went through are no part of the step, if others are."""
         unused = self.passes.unused()
         if self._recorder.drop(unused) and not all(each.raised or each.evaluates for each in unused):
-            self._report.tell(NOT_TRAINED)
+            self._report.log_once(NOT_TRAINED)
         if self.passes.evaluation_was_trained and self.admission.since is not None:
             self._recorder.scalar(EVALUATION_SINCE, self.admission.since)
 
@@ -125,7 +125,7 @@ class Probe(Reader):
 
     def _close(self) -> None:
         self.units.forget()
-        self.onlookers.forget()
+        self.collectors.forget()
         if self.seen is not None:
             self.seen.drop()
             self.seen = None
@@ -137,7 +137,7 @@ class Probe(Reader):
 
     def attach(self) -> None:
         """From now on what runs is read."""
-        self.placement.put_on()
+        self.placement.attach()
         self.gate.open = True
 
     def detach(self) -> None:
@@ -149,7 +149,7 @@ class Probe(Reader):
     def remove(self) -> None:
         """Leaves no hook on any module."""
         self.gate.open = False
-        self.placement.take_off()
+        self.placement.detach()
 
     def watch_root(self, told: Callable[[], None], in_graph: bool) -> RemovableHandle | None:
         """Calls `told` whenever a forward of the whole model begins; `in_graph`, from compiled functions as well."""
@@ -173,7 +173,7 @@ class Probe(Reader):
             tried = self._tried(recorder)
             if (recorder is None or recorder.overflowed) and tried is None:
                 return
-            with unrecorded():
+            with without_dispatch_modes():
                 self._report.hooks_fired += 1
                 if recorder is not None and recorder is self.evaluation:
                     self._read_evaluated(recorder, hook, output)
@@ -193,7 +193,7 @@ class Probe(Reader):
         self._report.cannot_see_now(hook.path, f"its hook failed: {described(problem)}{gives_up}")
         self._report.error(f"hook on {hook.path}", problem)
 
-    def _forgive(self, seen: Seen) -> None:
+    def _forgive(self, seen: StepContext) -> None:
         """Of those that failed before, the ones that did not fail in this step."""
         for path, hook in list(self._failing.items()):
             if not hook.broken and path in seen.called:
@@ -206,13 +206,13 @@ class Probe(Reader):
             site = recorder.number(Site(hook.path, "activation", index))
             reduce_and_note(recorder, site, tensor, self._report, self.passes.current())
 
-    def _read_output(self, seen: Seen, of: Pass, hook: ForwardHook, output: object) -> None:
+    def _read_output(self, seen: StepContext, of: Pass, hook: ForwardHook, output: object) -> None:
         (of.paths if self._is_doubtful(of) else seen.called).add(hook.path)
         found = tensor_tree.tensors(output)
         if not found:
-            self._report.cannot_see(hook.path, f"its output, a {type(output).__name__}, shows no tensor")
+            self._report.mark_unseen(hook.path, f"its output, a {type(output).__name__}, shows no tensor")
         if any(
-            sharded_tensors.is_spread(tensor) for _, tensor in found
+            sharded_tensors.is_dtensor(tensor) for _, tensor in found
         ):  # what parallelize_module put on comes after ours
             self.placement.come_last(hook)
         inside = self.gate.was_compiled and dynamo.with_gradients_inside(found)
@@ -227,7 +227,7 @@ class Probe(Reader):
             if recorder is not None and not recorder.overflowed and not in_backward():
                 self._note_called(recorder, hook)
                 of = self._owner(recorder)
-                with unrecorded():
+                with without_dispatch_modes():
                     for index, tensor in tensor_tree.inputs(args, kwargs):
                         if hook.reads_inputs:
                             site = recorder.number(Site(hook.path, "input", index))
@@ -288,7 +288,7 @@ class Probe(Reader):
                 self._read_in_graph(self.seen, of, hook, tensor, kind, index, gradient)
 
     def _read_in_graph(
-        self, seen: Seen, of: Pass, hook: ForwardHook, tensor: Tensor, kind: str, index: str, gradient: str
+        self, seen: StepContext, of: Pass, hook: ForwardHook, tensor: Tensor, kind: str, index: str, gradient: str
     ) -> None:  # fmt: skip
         recorder, doubtful = self._recorder, self._is_doubtful(of)
         if recorder.overflowed:
@@ -305,7 +305,7 @@ class Probe(Reader):
             of.hooked = True
             self._expect_in_graph(seen, of, hook, index)
         elif gradient == dynamo.LOST_GRADIENT and hook.reads_gradients:
-            self._report.cannot_see(f"gradient/{hook.path}{index}", "compiled autograd takes no hooks")
+            self._report.mark_unseen(f"gradient/{hook.path}{index}", "compiled autograd takes no hooks")
         if hook.path == ROOT:
             self.passes.end_loose()
             self.gate.next_step()
@@ -314,7 +314,7 @@ class Probe(Reader):
         wanted = hook.reads_inputs if kind == "input" else hook.reads_outputs
         return recorder.number(Site(hook.path, kind, index)) if wanted else NO_SITE
 
-    def _expect_in_graph(self, seen: Seen, of: Pass, hook: ForwardHook, index: str) -> None:
+    def _expect_in_graph(self, seen: StepContext, of: Pass, hook: ForwardHook, index: str) -> None:
         if (hook.path, index) not in seen.in_graph:
             placed = GradientHook(self, seen, is_view=False)
             if hook.reads_gradients:

@@ -15,7 +15,7 @@ from types import FrameType
 from torch import Tensor, nn
 
 from tbhooks.capture.autograd import in_backward, may_reach_backward
-from tbhooks.capture.dynamo import Gate
+from tbhooks.capture.dynamo import CompileGate
 
 _MODULE_CALL = nn.Module._call_impl.__code__
 # Of so many parameters the gradients are looked at, to tell whether they were cleared.
@@ -78,7 +78,7 @@ class Pass:
 class Admission:
     """Whether forwards are of training, by the mode the model is in."""
 
-    def __init__(self, gate: Gate) -> None:
+    def __init__(self, gate: CompileGate) -> None:
         self.trained = False
         """Whether the model was ever seen in training mode."""
         self.since: int | None = None
@@ -87,7 +87,7 @@ class Admission:
         """Whether a backward was ever seen."""
         self._gate = gate
 
-    def admits(self, model: nn.Module) -> bool:
+    def is_training_pass(self, model: nn.Module) -> bool:
         """Evaluation passes are not part of a step, unless that is how the model is trained."""
         if model.training:
             self.trained, self.since = True, None

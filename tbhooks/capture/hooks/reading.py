@@ -18,16 +18,16 @@ from tbhooks.capture.autograd import (
     backward_pass,
     capture_check,
     in_backward,
-    unrecorded,
+    without_dispatch_modes,
 )
-from tbhooks.capture.dynamo import Gate, runs_as_python
-from tbhooks.capture.hooks.collectors import Onlookers
+from tbhooks.capture.dynamo import CompileGate, dynamo_skip
+from tbhooks.capture.hooks.collectors import Collectors
 from tbhooks.capture.hooks.dead_units import Units
 from tbhooks.capture.hooks.hook_types import ForwardHook, GradientHook, ScaledLossHook, is_hooked
 from tbhooks.capture.hooks.manager import hook_tensor
 from tbhooks.capture.hooks.passes import Admission, Pass, Passes
 from tbhooks.capture.hooks.reducing import note_readable, reduced
-from tbhooks.capture.hooks.step_context import Seen
+from tbhooks.capture.hooks.step_context import StepContext
 from tbhooks.capture.recorder import NO_SITE, Recorder
 from tbhooks.data.self_report import Report, described
 from tbhooks.reduction.torch_rows import has_no_data
@@ -42,7 +42,7 @@ class Reader:
     """Reads the passes of one watch into its recorder."""
 
     def __init__(self, model: nn.Module, recorder: Recorder, report: Report) -> None:
-        self.seen: Seen | None = None
+        self.seen: StepContext | None = None
         """The open step; None between logged steps."""
         self.next_forward: Callable[[], None] | None = None
         """Called once, before a training forward is read: the step before it is over."""
@@ -52,33 +52,33 @@ class Reader:
         """Called when one begins."""
         self.evaluation: Recorder | None = None
         """Where evaluation passes are read into, if they are."""
-        self.gate = Gate()
+        self.gate = CompileGate()
         self._model = weakref.ref(selection.unwrap(model))
         self.passes = Passes(self._model)
         self.admission = Admission(self.gate)
         self._recorder = recorder
         self.number = recorder.number
         self._report = report
-        self.onlookers = Onlookers(report)
+        self.collectors = Collectors(report)
         self.units = Units()
         self._lock = threading.RLock()
         self._is_captured = capture_check()
         self._read_evaluation = False
 
-    def admits(self, model: nn.Module) -> bool:
+    def is_training_pass(self, model: nn.Module) -> bool:
         """Evaluation passes are not part of a step, unless that is how the model is trained."""
-        return self.admission.admits(model)
+        return self.admission.is_training_pass(model)
 
     def destination(self) -> Recorder | None:
         """Where the forward that is running is read into; None where it is not."""
         model = self._model()
         if model is None or self._is_captured():
             return None
-        if not self.admits(model):
+        if not self.is_training_pass(model):
             return self.evaluation
         current = self.passes.current()
         if current.without_grad and self.admission.backpropagates and not in_backward():
-            self._report.tell(NOT_TRAINED)
+            self._report.log_once(NOT_TRAINED)
             if self.seen is not None:
                 self.seen.left_out = True
             return None
@@ -104,13 +104,13 @@ class Reader:
         model = self._model()
         if recorder is self._recorder or model is None or self.seen is None or self._recorder.overflowed:
             return None
-        if self._is_captured() or self.admits(model):
+        if self._is_captured() or self.is_training_pass(model):
             return None
         current = self.passes.current()
         current.evaluates = True
         return None if current.without_grad else current
 
-    def _backward_raised(self, seen: Seen) -> None:
+    def _backward_raised(self, seen: StepContext) -> None:
         """It never called back, and training goes on: what it has shown is not of the step."""
         self._recorder.drop({seen.running})
         self.passes.backward_raised(seen.running)
@@ -129,22 +129,22 @@ class Reader:
             self.seen.called.add(hook.path)
 
     def _see_anew(self) -> None:
-        self.seen = Seen()
+        self.seen = StepContext()
         self.passes.forget()
-        self.onlookers.begin()
+        self.collectors.begin()
 
     def _open_anew(self) -> None:
         self._see_anew()
         self._recorder.restart()
 
     def _saw_tensor(
-        self, seen: Seen, of: Pass, hook: ForwardHook, index: str, tensor: Tensor, hidden: bool
+        self, seen: StepContext, of: Pass, hook: ForwardHook, index: str, tensor: Tensor, hidden: bool
     ) -> None:  # fmt: skip
         if has_no_data(tensor):
-            self._report.cannot_see(hook.path + index, "it holds no data: a tracing or torch.func stand-in")
+            self._report.mark_unseen(hook.path + index, "it holds no data: a tracing or torch.func stand-in")
             return
         activation, gradient = hook.site_numbers(index)
-        span, placed = seen.recall(tensor)
+        span, placed = seen.lookup(tensor)
         recomputed = in_backward()
         if activation != NO_SITE and not recomputed:
             if span is not None:
@@ -157,7 +157,7 @@ class Reader:
             self._look_closer(hook, index, tensor)
         if hidden and gradient != NO_SITE:
             gradient = NO_SITE
-            self._report.cannot_see(f"gradient/{hook.path}{index}", dynamo.GRADIENTS_INSIDE)
+            self._report.mark_unseen(f"gradient/{hook.path}{index}", dynamo.GRADIENTS_INSIDE)
         wanted = tensor.requires_grad and (gradient != NO_SITE or hook.ends_backward)
         # A recomputed block is called with tensors that are hooked already, not with copies of them.
         if wanted and not (recomputed and (tensor.is_leaf or is_hooked(tensor, seen, gradient))):
@@ -181,10 +181,10 @@ class Reader:
         local = sharded_tensors.here(tensor)
         if local is None or has_no_data(local):
             return False
-        self.onlookers.saw(path, kind, index, local)
+        self.collectors.saw(path, kind, index, local)
         return True
 
-    def _place(self, seen: Seen, tensor: Tensor) -> GradientHook:
+    def _place(self, seen: StepContext, tensor: Tensor) -> GradientHook:
         hook = GradientHook(self, seen, tensor._is_view())
         handle = hook_tensor(tensor, hook)
         if tensor.is_leaf:  # it outlives the step, and so would the hook
@@ -206,9 +206,9 @@ class Reader:
                 report.hooks_fired += 1
                 first, *others = hook.sites
                 if has_no_data(gradient):
-                    report.cannot_see(str(self._recorder.sites[first]), "it holds no data: a torch.func stand-in")
+                    report.mark_unseen(str(self._recorder.sites[first]), "it holds no data: a torch.func stand-in")
                     return
-                with unrecorded():
+                with without_dispatch_modes():
                     span = self._recorder.record(first, gradient, seen.scale, seen.running)
                 if span is not None:
                     for site in others:
@@ -225,7 +225,7 @@ class Reader:
                 self.seen.scale = hook.scale
                 self._note_backward(self.seen)
 
-    def _reach(self, seen: Seen, passes: list[Pass]) -> None:
+    def _reach(self, seen: StepContext, passes: list[Pass]) -> None:
         """A backward goes through these forwards: they are of the step, whatever mode the model was in."""
         self.admission.backpropagates = True
         for each in passes:
@@ -234,7 +234,7 @@ class Reader:
             each.reached_by.add(seen.running)
             seen.called |= each.paths
 
-    def _note_backward(self, seen: Seen) -> None:
+    def _note_backward(self, seen: StepContext) -> None:
         """Once a backward pass: passes inside passes (reentrant checkpoints) are part of it."""
         if self.backward_ended is None or seen.backward != NO_BACKWARD or not in_backward():
             return
@@ -244,10 +244,10 @@ class Reader:
             self.backward_begins()
         at_end_of_backward(partial(self._backward_ends, seen))
 
-    @runs_as_python
-    def _backward_ends(self, seen: Seen) -> None:
+    @dynamo_skip
+    def _backward_ends(self, seen: StepContext) -> None:
         seen.backward, seen.running.ended = NO_BACKWARD, True
         if self.seen is seen and self.backward_ended is not None:
-            with self._report.guarded("after backward"), unrecorded():
+            with self._report.guarded("after backward"), without_dispatch_modes():
                 self.backward_ended(seen.scale)
         seen.scale = None

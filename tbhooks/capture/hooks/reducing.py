@@ -29,6 +29,6 @@ def reduce_and_note(recorder: Recorder, site: int, tensor: Tensor, report: Repor
 def note_readable(report: Report, name: str, tensor: Tensor, readable: bool) -> None:
     """Remembers that a name cannot be seen, or that now it can."""
     if not readable:
-        report.cannot_see(name, f"{describe(tensor)}: only real numbers have statistics")
+        report.mark_unseen(name, f"{describe(tensor)}: only real numbers have statistics")
     elif report.unseen:
         report.sees(name)

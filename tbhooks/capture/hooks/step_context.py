@@ -38,7 +38,7 @@ class _Recent:
 
 
 @dataclass
-class Seen:
+class StepContext:
     """One logged step; hooks left over from another one know it by not being this one."""
 
     called: set[str] = field(default_factory=set)
@@ -75,7 +75,7 @@ class Seen:
         parts = [other for other, hook in hooks.items() if other != path and other.startswith(start) and hook.reads]
         return bool(parts) and self.called.isdisjoint(parts)
 
-    def recall(self, tensor: Tensor) -> tuple[Span | None, GradientHook | None]:
+    def lookup(self, tensor: Tensor) -> tuple[Span | None, GradientHook | None]:
         """What is known of this very tensor, unchanged since."""
         recent = self._recent.get(id(tensor))
         if recent is None or recent.tensor() is not tensor or recent.version != tensor._version:
@@ -100,7 +100,7 @@ class Seen:
         if self.called:
             for path in watched:
                 if path not in self.called:
-                    report.cannot_see(path, NEVER_CALLED)
+                    report.mark_unseen(path, NEVER_CALLED)
                 elif report.unseen.get(path) == NEVER_CALLED:
                     report.sees(path)
         reached = {site for hook in self.placed if hook.fired for site in hook.sites}
@@ -109,7 +109,7 @@ class Seen:
         else:
             for hook in self.in_graph.values():
                 for site in hook.sites:
-                    report.cannot_see(str(sites[site]), NONE_CAME)
+                    report.mark_unseen(str(sites[site]), NONE_CAME)
         report.tell_unseen()
 
     def _report_unreached(self, report: Report, reached: set[int], sites: list[Site]) -> None:
@@ -120,4 +120,4 @@ class Seen:
                 elif site in reached:
                     report.sees(str(sites[site]))
                 else:
-                    report.cannot_see(str(sites[site]), VIEW_LOST if hook.is_view else NOT_REACHED)
+                    report.mark_unseen(str(sites[site]), VIEW_LOST if hook.is_view else NOT_REACHED)

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from tbhooks.capture.autograd import in_backward, unrecorded
-from tbhooks.capture.dynamo import runs_as_python
+from tbhooks.capture.autograd import in_backward, without_dispatch_modes
+from tbhooks.capture.dynamo import dynamo_skip
 from tbhooks.capture.hooks.hook_types import RootHook
 from tbhooks.capture.hooks.manager import hook_root
-from tbhooks.capture.hooks.observer import Probe
-from tbhooks.capture.packed_step import Pending
-from tbhooks.capture.rank_context import Place
+from tbhooks.capture.hooks.observer import Observer
+from tbhooks.capture.packed_step import PackedStep
+from tbhooks.capture.rank_context import RankContext
 from tbhooks.capture.recorder import Recorder
 from tbhooks.data.self_report import Report
 
@@ -68,12 +68,12 @@ class RunningMeans:
 
     def add(self, tag: str, value: Tensor | float) -> None:
         # Sums made in inference mode could not be added to outside.
-        with torch.inference_mode(False), torch.no_grad(), unrecorded():
+        with torch.inference_mode(False), torch.no_grad(), without_dispatch_modes():
             self._means.setdefault(tag, Mean()).add(value)
 
     def take(self, but: frozenset[str] = frozenset()) -> dict[str, Tensor | float]:
         """The means, which begin anew; but some stay."""
-        with torch.inference_mode(False), torch.no_grad(), unrecorded():
+        with torch.inference_mode(False), torch.no_grad(), without_dispatch_modes():
             means = {tag: kept.mean() for tag, kept in self._means.items() if tag not in but}
         self._means = {tag: kept for tag, kept in self._means.items() if tag in but}
         return means
@@ -83,15 +83,15 @@ class Averages:
     """The means of one watch, and which of its steps write them."""
 
     def __init__(
-        self, model: weakref.ref[nn.Module], probe: Probe, place: Place, submit: Callable[[Pending], None],
-        training_goes_on: Callable[[], None], report: Report,
+        self, model: weakref.ref[nn.Module], observer: Observer, place: RankContext,
+        submit: Callable[[PackedStep], None], training_goes_on: Callable[[], None], report: Report,
     ) -> None:  # fmt: skip
         self.every = 1
         self.is_due = False
         """Whether the step that has ended writes them, and may still get more."""
         self.extra: dict[str, Tensor | float] = {}
         """What else is to be written with the step."""
-        self._model, self._probe, self._place = model, probe, place
+        self._model, self._observer, self._place = model, observer, place
         self._submit = submit
         self._training_goes_on = training_goes_on
         self._report = report
@@ -120,7 +120,7 @@ class Averages:
 
     def add(self, tag: str, value: Tensor | float) -> None:
         model = self._model()
-        is_evaluated = model is not None and not self._probe.admits(model)
+        is_evaluated = model is not None and not self._observer.is_training_pass(model)
         (self._evaluation if tag.startswith(OF_EVALUATION) or is_evaluated else self._training).add(tag, value)
 
     def ride(self, recorder: Recorder) -> None:
@@ -154,9 +154,9 @@ class Averages:
         self.write(label, self.take())
         self.write_evaluation(label)
 
-    @runs_as_python
+    @dynamo_skip
     def _forward_begins(self) -> None:
         with self._report.guarded("before the model's forward"):
             model = self._model()
-            if model is not None and self._probe.admits(model) and not in_backward():
+            if model is not None and self._observer.is_training_pass(model) and not in_backward():
                 self._training_goes_on()

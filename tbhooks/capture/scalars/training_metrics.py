@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from tbhooks.capture.autograd import in_backward
-from tbhooks.capture.dynamo import runs_as_python
+from tbhooks.capture.dynamo import dynamo_skip
 from tbhooks.capture.hooks.hook_types import BatchHook, Sizes
 from tbhooks.capture.hooks.manager import hook_root
 from tbhooks.capture.step.optimizer_round import GroupNumbers
@@ -100,7 +100,7 @@ class Progress:
         peak = peak_rss()
         return {} if peak is None else {"train.peak_memory_bytes": peak}
 
-    @runs_as_python
+    @dynamo_skip
     def _forward_begins(self, count: Callable[[], Sizes]) -> None:
         with self._report.guarded("before the model's forward"):
             model = self._model()

@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from tbhooks.capture.autograd import in_backward
-from tbhooks.capture.dynamo import runs_as_python
-from tbhooks.capture.hooks.observer import Probe
-from tbhooks.capture.packed_step import Pending
-from tbhooks.capture.rank_context import Place
+from tbhooks.capture.dynamo import dynamo_skip
+from tbhooks.capture.hooks.observer import Observer
+from tbhooks.capture.packed_step import PackedStep
+from tbhooks.capture.rank_context import RankContext
 from tbhooks.capture.recorder import Recorder
 from tbhooks.capture.scalars.running_means import Averages
 from tbhooks.capture.scalars.training_metrics import Progress
@@ -32,24 +32,24 @@ class NextForward:
     Inside a compiled model no hook can be added: there the next optimizer's step tells.
     """
 
-    def __init__(self, model: weakref.ref[nn.Module], probe: Probe, told: Callable[[], None]) -> None:
-        self._model, self._probe = model, probe
+    def __init__(self, model: weakref.ref[nn.Module], observer: Observer, told: Callable[[], None]) -> None:
+        self._model, self._observer = model, observer
         self._told = told
         self._handle: RemovableHandle | None = None
 
     def watch(self) -> None:
-        if self._handle is None and not self._probe.gate.was_compiled:
-            self._handle = self._probe.watch_root(self._begins, in_graph=False)
+        if self._handle is None and not self._observer.gate.was_compiled:
+            self._handle = self._observer.watch_root(self._begins, in_graph=False)
 
     def stop(self) -> None:
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
 
-    @runs_as_python
+    @dynamo_skip
     def _begins(self) -> None:
         model = self._model()
-        if model is not None and self._probe.admits(model) and not in_backward():
+        if model is not None and self._observer.is_training_pass(model) and not in_backward():
             self.stop()
             self._told()
 
@@ -58,8 +58,8 @@ class Scalars:
     """What was logged to the step that ended last, and to the open one."""
 
     def __init__(
-        self, recorder: Recorder, probe: Probe, model: weakref.ref[nn.Module], place: Place,
-        submit: Callable[[Pending], None],
+        self, recorder: Recorder, observer: Observer, model: weakref.ref[nn.Module], place: RankContext,
+        submit: Callable[[PackedStep], None],
     ) -> None:  # fmt: skip
         self.last: Step | None = None
         """The step that ended last."""
@@ -67,13 +67,13 @@ class Scalars:
         """Whether the user has ever logged anything."""
         self.was_skipped = False
         """An iteration made no step: what is logged until the next forward is of none."""
-        self.next_forward = NextForward(model, probe, self.no_more)
+        self.next_forward = NextForward(model, observer, self.no_more)
         self.averages: Averages | None = None
         """Where numbers go if `log_every` was asked for."""
         self.progress: Progress | None = None
         """What else written steps tell, if it was asked for."""
         self._recorder = recorder
-        self._probe = probe
+        self._observer = observer
         self._rank, self._has_team = place.rank, place.team is not None
         self._submit = submit
         # Tags that are logged after their step has ended: ever, to the last logged step, and to the one before,
@@ -89,7 +89,7 @@ class Scalars:
         if self.averages is not None:
             self.averages.add(tag, value)
             return
-        if self.was_skipped and not self._probe.called:
+        if self.was_skipped and not self._observer.called:
             return
         self.was_skipped = False
         ended = self.still_open
@@ -98,7 +98,7 @@ class Scalars:
             self._late.add(tag)
             self._late_now.add(tag)
             self.log_late(ended, tag, value)
-        elif self._probe.seen is not None and (ended is None or tag not in self._late):
+        elif self._observer.seen is not None and (ended is None or tag not in self._late):
             # A late one before the open step has begun is of the unlogged step before it.
             self._recorder.scalar(tag, value)
 
@@ -118,7 +118,7 @@ class Scalars:
     @property
     def still_open(self) -> Step | None:
         """The step that ended last, as long as nothing of the next one was seen."""
-        return self.last if self.last is not None and self.last.takes_more and not self._probe.called else None
+        return self.last if self.last is not None and self.last.takes_more and not self._observer.called else None
 
     def no_more(self) -> None:
         """Something of the next step was seen."""
@@ -140,7 +140,7 @@ class Scalars:
 
     def _writes(self, step: int) -> bool:
         """Whether anything is written of the open step: it is logged, or means are due."""
-        return self._probe.seen is not None or (self.averages is not None and self.averages.writes(step))
+        return self._observer.seen is not None or (self.averages is not None and self.averages.writes(step))
 
     def before_optimizer(self, optimizer: Optimizer, step: int) -> None:
         if self.progress is not None and self._writes(step):
@@ -153,11 +153,11 @@ class Scalars:
             self.averages.step_ends(step)
         if self.progress is not None and self._writes(step):
             self._log_progress(self.progress.numbers(step))
-        self.last = Step(label, self._probe.seen is not None, set(self._recorder.scalar_tags))
+        self.last = Step(label, self._observer.seen is not None, set(self._recorder.scalar_tags))
         return self.last
 
     def _log_progress(self, numbers: dict[str, Tensor | float]) -> None:
-        if self._probe.seen is None and self.averages is not None:
+        if self._observer.seen is None and self.averages is not None:
             self.averages.extra = numbers
             return
         for tag, number in numbers.items():

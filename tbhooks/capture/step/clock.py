@@ -21,9 +21,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from tbhooks.capture.autograd import NO_BACKWARD, at_end_of_backward, backward_pass, in_backward, in_nested_backward
-from tbhooks.capture.dynamo import never_compiled, runs_as_python
+from tbhooks.capture.dynamo import dynamo_disable, dynamo_skip
 from tbhooks.capture.step.manual_updates import Turns
-from tbhooks.capture.step.optimizer_round import Round, SeldomSteps
+from tbhooks.capture.step.optimizer_round import OptimizerRound, SeldomSteps
 from tbhooks.data.self_report import Report
 
 MODES = ("auto", "optimizer", "forward", "manual")
@@ -52,7 +52,7 @@ class Listener(Protocol):
 
     def hooks_are_compiled(self) -> bool: ...
 
-    def admits(self, model: nn.Module) -> bool: ...
+    def is_training_pass(self, model: nn.Module) -> bool: ...
 
     def gradients_seen(self) -> bool: ...
 
@@ -73,7 +73,7 @@ class Clock:
         self._listener = listener
         self._report = report
         self._auto = mode == "auto"
-        self._round = Round()
+        self._round = OptimizerRound()
         self._seldom = SeldomSteps()
         # Numbers stand for optimizers, and are not given out again as addresses are.
         self._keys: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
@@ -167,14 +167,14 @@ class Clock:
     def logged_step_ended(self) -> None:
         """Tells of optimizers whose steps are never among the logged ones."""
         for optimizer in self._seldom.logged_step_ended():
-            self._report.tell(
+            self._report.log_once(
                 f"{type(optimizer).__name__} steps less often than another optimizer of this model, and never in a "
                 "step that is logged: its gradients and updates are not in the log. Choose an `every` that shares no "
                 "divisor with how often it steps, an odd one if it steps every second time",
                 once=f"never logged: {self._key(optimizer)}",
             )
 
-    @never_compiled
+    @dynamo_disable
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         with self._report.guarded("before the optimizer's step"), self.lock:
             parameters = self._owned_by(optimizer)
@@ -195,7 +195,7 @@ class Clock:
                 self._listener.before_optimizer(optimizer, has_closure(args, kwargs))
         self._listener.raise_if_asked()
 
-    @never_compiled
+    @dynamo_disable
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         with self._report.guarded("after the optimizer's step"), self.lock:
             parameters = self._owned_by(optimizer)
@@ -237,7 +237,7 @@ class Clock:
             self._ends_with = backward_pass()
             at_end_of_backward(self._backward_ended)
 
-    @runs_as_python
+    @dynamo_skip
     def _backward_ended(self) -> None:
         with self._report.guarded("after backward"), self.lock:
             self._round.starts_over()
@@ -260,7 +260,7 @@ class Clock:
         if not lost or self._model() is None:
             return frozenset()
         self._orphans.add(optimizer)
-        self._report.tell(
+        self._report.log_once(
             f"the parameters that {type(optimizer).__name__} steps are no longer the model's: they were replaced after "
             "the optimizer was made, as load_state_dict(assign=True) does, and its steps no longer change the "
             "model. Make the optimizer after that. Steps are still counted by it",
@@ -271,19 +271,19 @@ class Clock:
     def _optimizer_found(self) -> None:
         if self._auto and self.mode != "optimizer":
             if self.mode == "forward":
-                self._report.tell("an optimizer steps this model after all: steps are counted by it, from 0")
+                self._report.log_once("an optimizer steps this model after all: steps are counted by it, from 0")
                 self.count = 0
             self.mode = "optimizer"
             if not self._listener.hooks_are_compiled():  # or the places of the others would change
                 self.leave_forwards()
 
-    @runs_as_python
+    @dynamo_skip
     def _forward_begins(self) -> None:
         with self._report.guarded("before the model's forward"), self.lock:
             model = self._model()
             if self.mode not in ("auto", "forward") or model is None or in_backward():
                 return
-            if not self._listener.admits(model):
+            if not self._listener.is_training_pass(model):
                 return
             if self._auto:
                 self._look_for_turn(model)
@@ -297,7 +297,7 @@ class Clock:
         if why is not None and self.mode == "auto":
             self.mode, self._by_turns = "forward", self._turns.saw_backward
             ends = "a forward that follows a backward begins the next step" if self._by_turns else "each forward is one"
-            self._report.tell(
+            self._report.log_once(
                 f"no torch optimizer steps this model ({why}): {ends}; updates cannot be seen. "
                 'Call step() yourself, or say step="forward" to count forwards from the start'
             )

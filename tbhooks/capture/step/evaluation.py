@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from tbhooks.capture.autograd import in_backward
-from tbhooks.capture.dynamo import runs_as_python
-from tbhooks.capture.hooks.observer import Probe
+from tbhooks.capture.dynamo import dynamo_skip
+from tbhooks.capture.hooks.observer import Observer
 from tbhooks.capture.recorder import Recorder
 from tbhooks.data.frame import EVALUATION
 from tbhooks.data.self_report import Report
@@ -22,7 +22,7 @@ from tbhooks.data.self_report import Report
 KINDS = ("activation", "input", "functional")
 
 
-class Aside(Protocol):
+class ModelListener(Protocol):
     """What listens beside the statistics, with a hook on the whole model; not while the watch is paused."""
 
     def start(self) -> None: ...
@@ -34,9 +34,9 @@ class Asides:
     """All of them that a watch has."""
 
     def __init__(self) -> None:
-        self._all: list[Aside] = []
+        self._all: list[ModelListener] = []
 
-    def add(self, aside: Aside) -> None:
+    def add(self, aside: ModelListener) -> None:
         if aside not in self._all:
             self._all.append(aside)
 
@@ -53,11 +53,11 @@ class Evaluation:
     """Collects one evaluation at a time and hands it over when training goes on."""
 
     def __init__(
-        self, model: weakref.ref[nn.Module], probe: Probe, kinds: Iterable[str], with_buckets: bool,
+        self, model: weakref.ref[nn.Module], observer: Observer, kinds: Iterable[str], with_buckets: bool,
         hand_over: Callable[[Recorder], None], report: Report,
     ) -> None:  # fmt: skip
         self._model = model
-        self._probe = probe
+        self._observer = observer
         self._hand_over = hand_over
         self._report = report
         self._root: RemovableHandle | None = None
@@ -65,10 +65,10 @@ class Evaluation:
         self._recorder.begin(with_buckets)
 
     def start(self) -> None:
-        self._probe.evaluation = self._recorder
-        self._probe.gate.evaluation = True
+        self._observer.evaluation = self._recorder
+        self._observer.gate.evaluation = True
         if self._root is None:
-            self._root = self._probe.watch_root(self._forward_begins, in_graph=True)
+            self._root = self._observer.watch_root(self._forward_begins, in_graph=True)
 
     def stop(self) -> None:
         """Takes the one hook off that is there between logged steps."""
@@ -79,19 +79,19 @@ class Evaluation:
     def finish(self) -> None:
         """Hands over what there is."""
         if self._recorder.overflowed:
-            self._report.tell("an evaluation made more calls than its buffer holds; the rest is not in its numbers")
+            self._report.log_once("an evaluation made more calls than its buffer holds; the rest is not in its numbers")
         if self._recorder.has_something:
             self._hand_over(self._recorder)
 
-    @runs_as_python
+    @dynamo_skip
     def _forward_begins(self) -> None:
         with self._report.guarded("before the model's forward"):
             model = self._model()
             if model is None or in_backward():
                 return
             if not model.training:
-                self._probe.placement.put_on()
+                self._observer.placement.attach()
                 return
             self.finish()
-            if not self._probe.gate.open:
-                self._probe.detach()
+            if not self._observer.gate.open:
+                self._observer.detach()

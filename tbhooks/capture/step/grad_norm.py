@@ -37,7 +37,7 @@ def _devices(tensors: Sequence[Tensor]) -> list[torch.device]:
 def _by_kernel(tensors: Sequence[Tensor]) -> Tensor:
     rows = torch.empty((len(tensors), stats.WIDTH), dtype=torch.float64, device="cpu")
     start, width = rows.data_ptr(), stats.WIDTH * rows.itemsize
-    cpu.reduce_all([cpu.job(tensor, start + i * width, cpu.NOWHERE) for i, tensor in enumerate(tensors)])
+    cpu.reduce_all([cpu.job(tensor, start + i * width, cpu.NULL) for i, tensor in enumerate(tensors)])
     count, mean, m2, nans, infs = (
         rows[:, column] for column in (stats.COUNT, stats.MEAN, stats.M2, stats.NANS, stats.INFS)
     )

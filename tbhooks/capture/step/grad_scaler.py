@@ -16,8 +16,8 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from tbhooks.capture import tensor_tree
-from tbhooks.capture.dynamo import never_compiled
-from tbhooks.capture.hooks.observer import Probe
+from tbhooks.capture.dynamo import dynamo_disable
+from tbhooks.capture.hooks.observer import Observer
 from tbhooks.capture.recorder import Recorder
 from tbhooks.capture.step.clock import Clock
 from tbhooks.data.frame import SCALE, SKIPPED
@@ -65,7 +65,7 @@ def ignore(listener: Listener) -> None:
         _wrapped.clear()
 
 
-@never_compiled
+@dynamo_disable
 def _around_scale(wrapped: Any, scaler: GradScaler, args: Any, kwargs: Any) -> Any:
     scaled = wrapped(*args, **kwargs)
     scale = _scale_of(scaler)
@@ -76,7 +76,7 @@ def _around_scale(wrapped: Any, scaler: GradScaler, args: Any, kwargs: Any) -> A
     return scaled
 
 
-@never_compiled
+@dynamo_disable
 def _around_unscale(wrapped: Any, _scaler: GradScaler, args: Any, kwargs: Any) -> Any:
     result = wrapped(*args, **kwargs)
     optimizer = args[0] if args else kwargs.get("optimizer")
@@ -86,7 +86,7 @@ def _around_unscale(wrapped: Any, _scaler: GradScaler, args: Any, kwargs: Any) -
     return result
 
 
-@never_compiled
+@dynamo_disable
 def _around_step(wrapped: Any, scaler: GradScaler, args: Any, kwargs: Any) -> Any:
     optimizer = args[0] if args else kwargs.get("optimizer")
     scale = _scale_of(scaler)
@@ -109,12 +109,12 @@ def _scale_of(scaler: GradScaler) -> Tensor | None:
 class ScalerReader:
     """What scalers do to one watched model."""
 
-    def __init__(self, probe: Probe, clock: Clock, recorder: Recorder, report: Report) -> None:
+    def __init__(self, observer: Observer, clock: Clock, recorder: Recorder, report: Report) -> None:
         self.unscaled: Callable[[Optimizer], None] | None = None
         """Called when the gradients of an optimizer have been divided."""
         self.step_skipped: Callable[[Optimizer], None] | None = None
         """Called when a scaler has kept an optimizer from stepping."""
-        self._probe = probe
+        self._observer = observer
         self._clock = clock
         self._recorder = recorder
         self._report = report
@@ -131,7 +131,7 @@ class ScalerReader:
 
     def loss_scaled(self, loss: Tensor, scale: Tensor) -> None:
         with self._report.guarded("reading a loss scale"):
-            self._probe.watch_scaled_loss(loss, scale)
+            self._observer.watch_scaled_loss(loss, scale)
 
     def gradients_unscaled(self, optimizer: Optimizer) -> None:
         with self._report.guarded("after a scaler's division"):
@@ -141,7 +141,7 @@ class ScalerReader:
     def scaler_steps(self, optimizer: Optimizer, scale: Tensor) -> None:
         with self._report.guarded("reading a loss scale"):
             self._steps_before = self._clock.optimizer_steps
-            if self._probe.seen is not None and self._clock.owns(optimizer):
+            if self._observer.seen is not None and self._clock.owns(optimizer):
                 self._met = True
                 self._recorder.scalar(SCALE, scale)
 

@@ -29,8 +29,8 @@ from torch.nn.parameter import UninitializedParameter
 from torch.utils.hooks import RemovableHandle
 
 from tbhooks.capture import tensor_tree
-from tbhooks.capture.autograd import at_end_of_backward, in_backward, is_traced, unrecorded
-from tbhooks.capture.dynamo import runs_as_python
+from tbhooks.capture.autograd import at_end_of_backward, in_backward, is_traced, without_dispatch_modes
+from tbhooks.capture.dynamo import dynamo_skip
 from tbhooks.capture.hooks.hook_types import RootHook
 from tbhooks.capture.hooks.manager import hook_forward, hook_tensor
 from tbhooks.capture.hooks.unpicklable import Unkept
@@ -53,7 +53,7 @@ class _OutputHook(Unkept):
     def __init__(self, told: Callable[[nn.Module, object], None]) -> None:
         self.told = told
 
-    @runs_as_python
+    @dynamo_skip
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if not torch.compiler.is_compiling() and not is_traced():
             self.told(module, output)
@@ -68,7 +68,7 @@ class _BackwardHook(Unkept):
     def __init__(self, turns: Turns, model: nn.Module) -> None:
         self.turns, self.model = turns, weakref.ref(model)
 
-    @runs_as_python
+    @dynamo_skip
     def __call__(self, gradient: Tensor | None) -> None:
         self.turns.backward_reached(self.model)
 
@@ -138,7 +138,7 @@ class Turns:
                 self._reached = self.backward_ran = True
                 at_end_of_backward(partial(self._backward_ended, model))
 
-    @runs_as_python
+    @dynamo_skip
     def _backward_ended(self, reference: weakref.ref[nn.Module]) -> None:
         with self._report.guarded("after backward"):
             model = reference()
@@ -160,6 +160,6 @@ def _values(model: nn.Module) -> list[int]:
     """Checksums of a few small weights on the CPU, where reading them waits for nothing."""
     some = (p for p in model.parameters() if type(p) is nn.Parameter and p.is_cpu and p.layout is torch.strided)
     chosen = [p.detach() for p in some if 0 < p.numel() <= LARGEST_COMPARED and not has_no_data(p)][:MOST_COMPARED]
-    with torch.no_grad(), unrecorded():
+    with torch.no_grad(), without_dispatch_modes():
         # Of copies: a storage that NumPy has seen can no longer be resized, as FSDP does.
         return [zlib.crc32(weight.flatten().clone().view(torch.uint8).numpy().data) for weight in chosen]

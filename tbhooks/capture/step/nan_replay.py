@@ -22,9 +22,9 @@ from torch.utils.hooks import RemovableHandle
 
 from tbhooks.capture import sharded_tensors, tensor_tree
 from tbhooks.capture.autograd import in_backward
-from tbhooks.capture.dynamo import never_compiled
+from tbhooks.capture.dynamo import dynamo_disable
 from tbhooks.capture.hooks.manager import hook_forward, hook_tensor
-from tbhooks.capture.hooks.observer import Probe
+from tbhooks.capture.hooks.observer import Observer
 from tbhooks.capture.preserve_state import Snapshot, untouched
 from tbhooks.capture.recorder import Recorder
 from tbhooks.capture.selection import Selector
@@ -50,7 +50,7 @@ class _Pass:
 
 
 @dataclass(frozen=True)
-class Culprit:
+class NonFiniteOrigin:
     """The first place where it was seen, or why there is none."""
 
     site: Site | None
@@ -61,10 +61,10 @@ class Replay:
     """Keeps the passes of the running step, and runs them again when its gradients are not finite."""
 
     def __init__(
-        self, model: weakref.ref[nn.Module], probe: Probe, sick: Callable[[int, Replay], None], report: Report
+        self, model: weakref.ref[nn.Module], observer: Observer, sick: Callable[[int, Replay], None], report: Report
     ) -> None:
         self._model = model
-        self._probe = probe
+        self._observer = observer
         self._sick = sick
         self._was_sick = False
         self._report = report
@@ -86,13 +86,13 @@ class Replay:
         """The step is over."""
         self._passes = []
 
-    @never_compiled
+    @dynamo_disable
     def _before(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         if model.training and not self._running and not in_backward() and torch.is_grad_enabled():
             with self._report.guarded("keeping a forward to replay"), torch.no_grad():
                 self._passes.append(_kept(model, args, kwargs))
 
-    @never_compiled
+    @dynamo_disable
     def _after(self, model: nn.Module, args: Any, output: Any) -> None:
         if not model.training or self._running or in_backward() or not self._passes:
             return
@@ -125,7 +125,7 @@ class Replay:
 
     def finding(self, step: int, run_again: bool) -> Finding:
         """What is to be told of it."""
-        culprit = self.culprit() if run_again else Culprit(None, f"nothing was run again: {UNKNOWN}")
+        culprit = self.culprit() if run_again else NonFiniteOrigin(None, f"nothing was run again: {UNKNOWN}")
         where = "" if culprit.site is None else f" It began in the {culprit.site.kind} of {culprit.site.name}:"
         message = (
             f"gradients are not finite at step {step}, before the optimizer used them.{where} {culprit.why}. "
@@ -133,34 +133,34 @@ class Replay:
         )
         return Finding(step, culprit.site, "non_finite", "error", message, {"replayed": run_again})
 
-    def culprit(self) -> Culprit:
+    def culprit(self) -> NonFiniteOrigin:
         """Runs the step again and looks."""
         model = self._model()
         if model is None or not self._passes:
-            return Culprit(None, f"the step's inputs were not seen: {UNKNOWN}")
+            return NonFiniteOrigin(None, f"the step's inputs were not seen: {UNKNOWN}")
         if sharded_tensors.needs_others_to_run(model):
-            return Culprit(None, f"it needs other ranks to run, and one cannot do it alone: {UNKNOWN}")
+            return NonFiniteOrigin(None, f"it needs other ranks to run, and one cannot do it alone: {UNKNOWN}")
         self._running = True
         try:
             frames = self._run_all_again(model)
         except Exception as problem:
             self._report.error("replay", problem)
-            return Culprit(None, f"it could not be run again ({type(problem).__name__}): {UNKNOWN}")
+            return NonFiniteOrigin(None, f"it could not be run again ({type(problem).__name__}): {UNKNOWN}")
         finally:
             self._running = False
         if not frames:
-            return Culprit(None, f"nothing was seen when run again: {UNKNOWN}")
+            return NonFiniteOrigin(None, f"nothing was seen when run again: {UNKNOWN}")
         given = [gradient.isfinite().all() for kept in self._passes for gradient in kept.gradients.values()]
         culprit = _first(frames[-1], from_the_loss=not all(given))
         was_finite = all(finite for kept in self._passes for finite in kept.finite)
         if not was_finite and (culprit.site is None or culprit.site.kind != "activation"):
-            return Culprit(None, f"an output was not finite, and is when run again: {UNKNOWN}")
+            return NonFiniteOrigin(None, f"an output was not finite, and is when run again: {UNKNOWN}")
         return culprit
 
     def _run_all_again(self, model: nn.Module) -> Sequence[Frame]:
         given = [tensor for kept in self._passes for _, tensor in tensor_tree.inputs(kept.args, kept.kwargs)]
         with (
-            _without_hooks_of(self._probe),
+            _without_hooks_of(self._observer),
             untouched(model, {}, more=given) as unrestored,
             run_eagerly(),
             _everything_read(model) as recorder,
@@ -170,7 +170,7 @@ class Replay:
                 _run_again(model, kept)
             frames = recorder.pack(0, 0).frames()
         for note in unrestored:
-            self._report.tell(f"replay: {note}")
+            self._report.log_once(f"replay: {note}")
         return frames
 
 
@@ -194,14 +194,14 @@ def _kept(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _P
 
 
 @contextlib.contextmanager
-def _without_hooks_of(usual: Probe) -> Iterator[None]:
+def _without_hooks_of(usual: Observer) -> Iterator[None]:
     was_open = usual.gate.open
     usual.remove()
     try:
         yield
     finally:
         if was_open or usual.gate.was_compiled:
-            usual.placement.put_on()
+            usual.placement.attach()
             usual.gate.open = was_open
 
 
@@ -209,13 +209,13 @@ def _without_hooks_of(usual: Probe) -> Iterator[None]:
 def _everything_read(model: nn.Module) -> Iterator[Recorder]:
     """Hooks of its own on every module."""
     recorder = Recorder(("activation", "gradient"))
-    probe = Probe(model, Selector(model, None, None), recorder, Report())
+    observer = Observer(model, Selector(model, None, None), recorder, Report())
     try:
         recorder.begin(with_buckets=False)
-        probe.begin(attach=True)
+        observer.begin(attach=True)
         yield recorder
     finally:
-        probe.abandon()
+        observer.abandon()
 
 
 def run_eagerly() -> contextlib.AbstractContextManager[Any]:
@@ -240,17 +240,19 @@ def _run_again(model: nn.Module, kept: _Pass) -> None:
         torch.autograd.grad([found[index] for index in reached], weights, list(reached.values()), allow_unused=True)
 
 
-def _first(frame: Frame, from_the_loss: bool) -> Culprit:
+def _first(frame: Frame, from_the_loss: bool) -> NonFiniteOrigin:
     """In the order things happened: forward, then backward."""
     before: Site | None = None
     for site, row in zip(frame.sites, frame.values, strict=True):
         if not (row[NANS] or row[INFS]):
             before = site
         elif site.kind == "activation":
-            return Culprit(site, "the first output in the forward pass that is not finite")
+            return NonFiniteOrigin(site, "the first output in the forward pass that is not finite")
         elif from_the_loss:
-            return Culprit(Site(ROOT, "gradient"), "outputs are finite, the gradient that comes from the loss is not")
+            return NonFiniteOrigin(
+                Site(ROOT, "gradient"), "outputs are finite, the gradient that comes from the loss is not"
+            )
         else:
             last = "" if before is None else f"; that of {before.name} was finite just before, so look at its backward"
-            return Culprit(site, f"outputs are finite, and it is the first gradient that is not{last}")
-    return Culprit(None, f"when run again everything was finite: {UNKNOWN}")
+            return NonFiniteOrigin(site, f"outputs are finite, and it is the first gradient that is not{last}")
+    return NonFiniteOrigin(None, f"when run again everything was finite: {UNKNOWN}")

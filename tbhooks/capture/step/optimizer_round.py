@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 MISSED_IN_A_ROW = 3
 
 
-class Round:
+class OptimizerRound:
     """Which optimizer's step ends a training step, when one model has several optimizers.
 
     A step is over when every optimizer that took part in the last one has stepped again. One first seen

@@ -24,7 +24,7 @@ from tbhooks.capture.step.weight_snapshots import Copies
 from tbhooks.data.frame import MISSING_GRADIENT, RAW_GRADIENT_NORM, Site
 from tbhooks.data.self_report import Report
 from tbhooks.reduction import batched
-from tbhooks.reduction.cpu import NOWHERE
+from tbhooks.reduction.cpu import NULL
 from tbhooks.reduction.torch_rows import describe, has_no_data
 
 
@@ -185,7 +185,7 @@ class ParameterReader:
         modules = self._selector.choose(selection.walk(model).by_path)
         for path, parameter in selection.parameters(modules).items():
             if isinstance(parameter, UninitializedParameter) or has_no_data(parameter):
-                self._report.cannot_see(f"weight/{path}", "it holds no data yet")
+                self._report.mark_unseen(f"weight/{path}", "it holds no data yet")
                 continue
             self._paths[id(parameter)] = path
             self._tensors[id(parameter)] = parameter
@@ -214,8 +214,8 @@ class ParameterReader:
         fresh = key not in self._read and site != NO_SITE
         self._read.add(key)
         if fresh and can_be_one_of_many(parameter):
-            copy = self._before.place(key, parameter) if keep else NOWHERE
-            batch.by_kernel.append((site, parameter, copy or NOWHERE, NOWHERE))
+            copy = self._before.place(key, parameter) if keep else NULL
+            batch.by_kernel.append((site, parameter, copy or NULL, NULL))
             fresh, keep = False, copy is None
         if keep:
             batch.clones[key] = parameter
@@ -223,13 +223,13 @@ class ParameterReader:
             batch.small.append((site, parameter, None, None))
         elif fresh and self._recorder.record(site, parameter) is None:
             why = f"{describe(parameter)}: only real numbers have statistics"
-            self._report.cannot_see(f"weight/{self._paths[key]}", why)
+            self._report.mark_unseen(f"weight/{self._paths[key]}", why)
 
     def _read_update(self, key: int, batch: _Batch) -> None:
         site, parameter = self._site(key, "update"), self._weight(key)
         copy = self._before.take_place(key, parameter) if can_be_one_of_many(parameter) else None
         if copy is not None:
-            batch.by_kernel.append((site, parameter, NOWHERE, copy))
+            batch.by_kernel.append((site, parameter, NULL, copy))
             return
         before = self._before.take(key)
         if before is not None and batched.fits(parameter):
@@ -244,18 +244,18 @@ class ParameterReader:
         if gradient is None:
             if self._tensors[key].requires_grad:
                 self._without_gradient.add(key)
-                self._report.cannot_see(f"weight_gradient/{self._paths[key]}", "no gradient reached it")
+                self._report.mark_unseen(f"weight_gradient/{self._paths[key]}", "no gradient reached it")
             return
         if self._report.unseen:
             self._report.sees(f"weight_gradient/{self._paths[key]}")
         self._read_gradients.add(key)
         local = sharded_tensors.here(gradient)
         if local is None:
-            self._report.cannot_see(f"weight_gradient/{self._paths[key]}", describe(gradient))
+            self._report.mark_unseen(f"weight_gradient/{self._paths[key]}", describe(gradient))
             return
         gradient = local
         if scale is None and can_be_one_of_many(gradient):
-            batch.by_kernel.append((site, gradient, NOWHERE, NOWHERE))
+            batch.by_kernel.append((site, gradient, NULL, NULL))
         elif batched.fits(gradient):
             batch.small.append((site, gradient, None, scale))
         else:

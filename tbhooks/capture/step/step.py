@@ -22,7 +22,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
-from tbhooks.capture.packed_step import Pending
+from tbhooks.capture.packed_step import PackedStep
 
 
 class State(Enum):
@@ -44,7 +44,7 @@ class Step:
     """The numbers that were logged to it."""
     takes_more: bool = True
     """Whether nothing of the next step has been seen, so that a number that is logged now may belong to this one."""
-    _pending: Pending | None = None
+    _pending: PackedStep | None = None
     _state: State = State.CLOSED
 
     def __post_init__(self) -> None:
@@ -68,7 +68,7 @@ class Step:
         assert self.is_closed
         self._state = State.ABANDONED
 
-    def pack(self, pending: Pending) -> None:
+    def pack(self, pending: PackedStep) -> None:
         """Its copy has been started."""
         assert self.is_closed
         self._pending, self._state = pending, State.PACKED
@@ -84,7 +84,7 @@ class Step:
             self._pending = replace(self._pending, step=label)
 
     @property
-    def pending(self) -> Pending:
+    def pending(self) -> PackedStep:
         assert self._pending is not None
         return self._pending
 

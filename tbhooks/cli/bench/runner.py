@@ -107,7 +107,7 @@ def measure(
     workload: Workload,
     every: int = 100,
     steps: int | None = None,
-    tell: Tell = lambda _: None,
+    log_once: Tell = lambda _: None,
     progress: Progress = lambda _done, _of: None,
 ) -> Result:
     """Trains a copy of the workload's model, bare and watched in turns; `tell` hears beforehand how long it takes."""
@@ -119,7 +119,7 @@ def measure(
     with _explained(workload), tempfile.TemporaryDirectory() as directory, _trainees(workload, Path(directory)) as all_:
         guesses = {trainee.name: timing.seconds_a_step(trainee, timer) for trainee in all_.values()}
         planned = plan(guesses[BARE], sum(guesses.values()), steps)
-        tell(
+        log_once(
             f"{planned.rounds} rounds of {planned.steps} steps in each of {len(all_)} ways: "
             f"about {planned.seconds:.0f} s"
         )

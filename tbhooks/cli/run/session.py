@@ -68,13 +68,13 @@ class Session:
 
     def start(self) -> None:
         """From here to the end of the process."""
-        self.look_on()
+        self.add_collector()
         self.terminal.start()
         os.register_at_fork(after_in_child=self._stop)
         # Before anything of the script's, so that it comes after everything of the script's.
         atexit.register(self._end)
 
-    def look_on(self) -> None:
+    def add_collector(self) -> None:
         """Has itself told of what the script makes."""
         self._patches.after("torch", "compile", self._compiled)
         self._patches.after("torch.optim.optimizer", "Optimizer.__init__", self._made_optimizer)

@@ -20,12 +20,12 @@ from tbhooks.capture import dynamo, tensor_tree
 from tbhooks.capture.autograd import in_backward, is_traced
 from tbhooks.capture.hooks.collectors import guarded
 from tbhooks.capture.hooks.manager import hook_calls
-from tbhooks.capture.hooks.observer import Probe
+from tbhooks.capture.hooks.observer import Observer
 from tbhooks.capture.packed_step import Read
 from tbhooks.capture.recorder import Recorder
 from tbhooks.collectors.graph.describe import is_called, shape_of, type_of
 from tbhooks.collectors.graph.tracer import Pass, leaves
-from tbhooks.data.artifacts import Exhibit
+from tbhooks.data.artifacts import Artifact
 from tbhooks.data.frame import ROOT
 from tbhooks.data.self_report import Report
 from tbhooks.reduction.torch_rows import has_no_data
@@ -35,12 +35,12 @@ ELSEWHERE = "of modules that run in another thread only that they ran is known"
 COMPILED = "inside compiled code modules are seen, and neither operations nor what goes from one to another"
 
 
-class GraphOnlooker:
+class GraphCollector:
     """Draws each kind of pass once."""
 
-    def __init__(self, model: weakref.ref[nn.Module], probe: Probe, report: Report) -> None:
+    def __init__(self, model: weakref.ref[nn.Module], observer: Observer, report: Report) -> None:
         self._model = model
-        self._probe = probe
+        self._observer = observer
         self._report = report
         self._drawn: set[str] = set()
         self._waiting: list[tuple[str, Pass]] = []
@@ -85,7 +85,7 @@ class GraphOnlooker:
             if self._phase not in self._drawn:
                 self._finish(self._phase)
         for phase, followed in self._waiting:
-            self._exhibit(recorder, phase, followed)
+            self._artifact(recorder, phase, followed)
         self._waiting = []
 
     def forget(self) -> None:
@@ -94,19 +94,19 @@ class GraphOnlooker:
 
     # Its own hooks, put on and taken off with the others.
 
-    def put_on(self, modules: Mapping[str, nn.Module]) -> None:
+    def attach(self, modules: Mapping[str, nn.Module]) -> None:
         """On every module, if the next pass is to be drawn. What is compiled would be compiled anew for them."""
         model = self._model()
         if model is None or self._failed or not self._is_wanted(model):
             return
         self._modules = weakref.WeakValueDictionary(modules)
-        if not self._handles and not self._probe.gate.was_compiled:
+        if not self._handles and not self._observer.gate.was_compiled:
             self._handles = hook_calls(_python_runs_in(modules), self)
 
     def _is_wanted(self, model: nn.Module) -> bool:
         return TRAINING not in self._drawn or (not model.training and EVALUATION not in self._drawn)
 
-    def take_off(self) -> None:
+    def detach(self) -> None:
         self._drop()
         for handle in self._handles:
             handle.remove()
@@ -125,7 +125,7 @@ class GraphOnlooker:
         if self._handles and not is_traced():
             with self._report.guarded(f"entering {path}"), self._kept_from_harm():
                 if self._failed:
-                    self.take_off()
+                    self.detach()
                 elif not self._is_under_way():
                     self._begin_pass(path, args, kwargs)
                 if self._pass is not None and threading.get_ident() == self._thread:
@@ -137,7 +137,7 @@ class GraphOnlooker:
             return
         with self._report.guarded(f"leaving {path}"), self._kept_from_harm():
             if self._failed:
-                self.take_off()
+                self.detach()
                 return
             self._pass.leave(path, output)
             if path == ROOT and not self._pass.is_running:
@@ -152,7 +152,7 @@ class GraphOnlooker:
             yield
         except Exception as problem:
             self._fail(problem)
-            self.take_off()
+            self.detach()
 
     def _fail(self, problem: Exception) -> None:
         """What cannot be drawn once is not tried again. In the middle of an operation the mode cannot be taken off:
@@ -168,7 +168,7 @@ class GraphOnlooker:
 
     def _begin_pass(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Of the whole model; or of its parts, one after another, where its own forward is not what is called."""
-        model, into = self._model(), self._probe.destination()
+        model, into = self._model(), self._observer.destination()
         if model is None or into is None or in_backward() or _are_stand_ins(args, kwargs):
             self._drop()
             return
@@ -196,11 +196,11 @@ class GraphOnlooker:
             shapes, types = shown[path]
             followed.add_unconnected(path, self._modules[path], shapes, ", ".join(dict.fromkeys(types)))
         if hidden or not followed.sees_operations:
-            self._report.cannot_see(f"{phase} graph", ELSEWHERE if followed.sees_operations else COMPILED)
+            self._report.mark_unseen(f"{phase} graph", ELSEWHERE if followed.sees_operations else COMPILED)
         self._drawn.add(phase)
-        self._probe.onlookers.change_wishes()
-        if self._into is not None and self._into is self._probe.evaluation:
-            self._exhibit(self._into, phase, followed)
+        self._observer.collectors.change_wishes()
+        if self._into is not None and self._into is self._observer.evaluation:
+            self._artifact(self._into, phase, followed)
         else:
             self._waiting.append((phase, followed))
         if not self._is_wanted(model):
@@ -208,18 +208,18 @@ class GraphOnlooker:
 
     def _rest(self) -> None:
         """There is nothing to draw at present. Hooks that have been compiled do nothing, and stay until all go."""
-        if not self._probe.gate.was_compiled:
-            self.take_off()
+        if not self._observer.gate.was_compiled:
+            self.detach()
 
-    def _exhibit(self, recorder: Recorder, phase: str, followed: Pass) -> None:
-        def make(_read: Read) -> Iterable[Exhibit]:
+    def _artifact(self, recorder: Recorder, phase: str, followed: Pass) -> None:
+        def make(_read: Read) -> Iterable[Artifact]:
             return [followed.graph(phase)]
 
-        recorder.exhibit(guarded(make, self._report, f"drawing the {phase} graph"))
+        recorder.artifact(guarded(make, self._report, f"drawing the {phase} graph"))
 
     def _is_compiled(self, model: nn.Module) -> bool:
         """Whether compiled code runs in it, which would be compiled anew for a mode."""
-        return self._probe.gate.was_compiled or any(map(dynamo.is_compiled, model.modules()))
+        return self._observer.gate.was_compiled or any(map(dynamo.is_compiled, model.modules()))
 
 
 def _python_runs_in(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:

@@ -127,9 +127,9 @@ class TensorBoardSink:
         plan, rest = self._plans[frame.sites], summary_pb2.Summary()
         plan.add_tensors(frame, rest)
         self._findings.add(frame.findings, rest)
-        if frame.exhibits:
+        if frame.artifacts:
             run = artifacts.Run(self.destination, frame.time, frame.step, self._send, self.flush, self._layouts)
-            artifacts.write(frame.exhibits, rest, run)
+            artifacts.write(frame.artifacts, rest, run)
         logged = self._templates[tuple(frame.scalars)].filled(np.array(list(frame.scalars.values()), dtype=np.float64))
         parts = (logged, plan.scalars.encoded(frame), plan.histograms.encoded(frame), rest.SerializeToString())
         return b"".join(parts)

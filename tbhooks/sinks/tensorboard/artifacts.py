@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from tensorboard.compat.proto import summary_pb2
 from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 
-from tbhooks.data.artifacts import Channels, Embedding, Ended, Exhibit, Graph, Hyperparameters, Picture, Text
+from tbhooks.data.artifacts import Artifact, Channels, Embedding, Graph, Hyperparameters, Picture, RunEnded, Text
 from tbhooks.sinks.tensorboard import embeddings, frame_tensors, graphs, images, texts
 from tbhooks.sinks.tensorboard.frame_tensors import Layout
 from tbhooks.sinks.tensorboard.protobuf import utf8
@@ -51,7 +51,7 @@ def write_start(asked: Hyperparameters, summary: summary_pb2.Summary, run: Run) 
     _add(metadata.SESSION_START_INFO_TAG, plugin_data_pb2.HParamsPluginData(session_start_info=start), summary)
 
 
-def write_end(ended: Ended, summary: summary_pb2.Summary, run: Run) -> None:
+def write_end(ended: RunEnded, summary: summary_pb2.Summary, run: Run) -> None:
     """How it went."""
     status = api_pb2.STATUS_FAILURE if ended.failed else api_pb2.STATUS_SUCCESS
     end = plugin_data_pb2.SessionEndInfo(status=status, end_time_secs=run.time)
@@ -70,23 +70,23 @@ WRITERS: dict[type, Write] = {
     Channels: frame_tensors.write,
     Embedding: embeddings.write,
     Hyperparameters: write_start,
-    Ended: write_end,
+    RunEnded: write_end,
 }
 
 
-def _once(exhibits: Iterable[Exhibit]) -> Iterator[Exhibit]:
+def _once(artifacts: Iterable[Artifact]) -> Iterator[Artifact]:
     """Of pictures and graphs that two calls asked for, one: an event has one value a tag."""
     written: set[tuple[type, str]] = set()
-    for exhibit in exhibits:
-        if isinstance(exhibit, Picture | Graph):
-            key = type(exhibit), exhibit.tag if isinstance(exhibit, Picture) else exhibit.name
+    for artifact in artifacts:
+        if isinstance(artifact, Picture | Graph):
+            key = type(artifact), artifact.tag if isinstance(artifact, Picture) else artifact.name
             if key in written:
                 continue
             written.add(key)
-        yield exhibit
+        yield artifact
 
 
-def write(exhibits: Iterable[Exhibit], summary: summary_pb2.Summary, run: Run) -> None:
+def write(artifacts: Iterable[Artifact], summary: summary_pb2.Summary, run: Run) -> None:
     """Into the summary of the step's event, or beside it."""
-    for exhibit in frame_tensors.joined(_once(exhibits)):
-        WRITERS[type(exhibit)](exhibit, summary, run)
+    for artifact in frame_tensors.joined(_once(artifacts)):
+        WRITERS[type(artifact)](artifact, summary, run)

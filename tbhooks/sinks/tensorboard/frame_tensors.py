@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from tensorboard.compat.proto import summary_pb2, tensor_pb2, tensor_shape_pb2, types_pb2
 
 from tbhooks.data import stats
-from tbhooks.data.artifacts import Channels, Exhibit
+from tbhooks.data.artifacts import Artifact, Channels
 from tbhooks.data.frame import CHANNEL, Frame, Site
 from tbhooks.data.stats import BASE, M2, Counts, Floats
 from tbhooks.sinks.scalar_selection import Places, places_of
@@ -136,14 +136,14 @@ def decode_counts(content: bytes) -> Counts:
 MOST_HISTOGRAMS = 64
 
 
-def joined(exhibits: Iterable[Exhibit]) -> Iterator[Exhibit]:
+def joined(artifacts: Iterable[Artifact]) -> Iterator[Artifact]:
     """Those of one kind together, each channel once: an event has one value a tag."""
     kinds: dict[str, list[Channels]] = {}
-    for exhibit in exhibits:
-        if isinstance(exhibit, Channels):
-            kinds.setdefault(exhibit.kind, []).append(exhibit)
+    for artifact in artifacts:
+        if isinstance(artifact, Channels):
+            kinds.setdefault(artifact.kind, []).append(artifact)
         else:
-            yield exhibit
+            yield artifact
     yield from map(_join, kinds.values())
 
 

@@ -47,8 +47,8 @@ class Watching(Protocol):
     _report: Report
     _kinds: tuple[str, ...]
     _closed: bool
-    _loop: Any
-    _pump: Any
+    _session: Any
+    _worker: Any
 
     @property
     def stats(self) -> Stats: ...
@@ -262,8 +262,8 @@ class Live:
     def _cell_ends(self, _result: object = None) -> None:
         """Whoever saves the notebook when a cell has ended saves the last step, too."""
         with self._guarded(counted=False):
-            self._watching._loop.settle()
-            self._watching._pump.wait(PATIENCE_S)
+            self._watching._session.settle()
+            self._watching._worker.wait(PATIENCE_S)
         with self._lock, self._guarded():
             if self._fresh and not self._ended:
                 self._draw(whole=True)

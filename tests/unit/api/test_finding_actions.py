@@ -29,7 +29,7 @@ def run(reaction: Any, severity: str = "warning", steps: int = 6) -> tuple[tbhoo
 
     def after(step: int, _: Any) -> None:
         done.append(step)
-        watching._pump.wait()
+        watching._worker.wait()
 
     try:
         train(model, steps, sgd(model), after=after)

@@ -958,10 +958,10 @@ def test_a_paused_watch_stays_paused() -> None:
 
 def look_between(watching: tbhooks.Watch, model: nn.Module, look: bool) -> None:
     """Which graph the next forward takes, the one that is read or the other, is decided already."""
-    is_open = watching._loop.probe.gate.open
+    is_open = watching._session.observer.gate.open
     if look:
         peek(model, torch.zeros(3, 4), loss="sum")
-    assert watching._loop.probe.gate.open == is_open
+    assert watching._session.observer.gate.open == is_open
 
 
 @pytest.mark.parametrize("step", ["auto", "forward"])

@@ -683,7 +683,7 @@ def test_a_child_that_is_forked_while_another_thread_puts_hooks_on_does_not_hang
         held, release = threading.Event(), threading.Event()
 
         def hold() -> None:
-            with w._loop.probe.placement._lock, w._loop.clock.lock, w._report._lock:
+            with w._session.observer.placement._lock, w._session.clock.lock, w._report._lock:
                 held.set()
                 release.wait(30)
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import tbhooks
 from tbhooks.capture.schedule import Schedule
-from tbhooks.capture.step.clock import Round
+from tbhooks.capture.step.clock import OptimizerRound
 from tbhooks.capture.step.manual_updates import FORWARDS_WITHOUT_OPTIMIZER
 from tests.support import zoo
 from tests.support.loops import forward, mlp, sgd, steps_of, train
@@ -141,7 +141,7 @@ def test_a_new_optimizer_for_the_same_parameters_replaces_the_old_one() -> None:
 
 
 def test_round_counts_once_a_cycle_whatever_the_order() -> None:
-    a_round = Round()
+    a_round = OptimizerRound()
     ended = []
     for key in [1, 2, 1, 2, 1, 2]:
         assert not a_round.comes_again(key)

@@ -33,7 +33,7 @@ from tests.support.reference import to_numpy
 Array = NDArray[np.float64]
 
 
-class Seen:
+class StepContext:
     """A `Functional` driven by hooks of our own on every module, and copies of what it showed."""
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class Seen:
     def _saw(self, path: str, index: str, tensor: Tensor) -> None:
         self.shown.append((path + index, tensor.detach().clone()))
 
-    def attach(self, model: nn.Module) -> Seen:
+    def attach(self, model: nn.Module) -> StepContext:
         for name, module in model.named_modules():
             path = name or ROOT
             module.register_forward_pre_hook(lambda m, _args, path=path: self.functional.enter_module(path, m))
@@ -75,9 +75,9 @@ class Does(nn.Module):
         return self.function(*args)
 
 
-def seen_of(function: Callable[..., Any], *args: Any, **children: nn.Module) -> Seen:
+def seen_of(function: Callable[..., Any], *args: Any, **children: nn.Module) -> StepContext:
     model = Does(function, **children)
-    seen = Seen().attach(model)
+    seen = StepContext().attach(model)
     model(*args)
     assert seen.report.errors == 0, seen.report.messages
     return seen
@@ -101,7 +101,7 @@ class Cnn(nn.Module):
 def test_the_operations_of_a_model_are_seen_under_its_path() -> None:
     torch.manual_seed(0)
     model = Cnn()
-    seen = Seen().attach(model)
+    seen = StepContext().attach(model)
     model(torch.randn(2, 1, 8, 8))
     assert seen.names == ["(root):relu", "(root):relu[1]", "(root):max_pool2d", "(root):dropout"]
     assert torch.equal(F.max_pool2d(seen["(root):relu[1]"], 2), seen["(root):max_pool2d"])
@@ -246,7 +246,7 @@ def test_the_functional_activation_of_a_transformer_layer_is_seen() -> None:
 
 
 def test_nothing_is_seen_outside_of_modules() -> None:
-    seen = Seen().attach(model := nn.Linear(4, 4))
+    seen = StepContext().attach(model := nn.Linear(4, 4))
     F.cross_entropy(F.relu(model(F.relu(X))), torch.tensor([0, 1, 2]))
     assert seen.names == []
 
@@ -264,7 +264,7 @@ def test_calls_are_numbered_within_each_forward_and_the_last_index_is_shared() -
         X.tanh()
 
     model = Does(many)
-    seen = Seen().attach(model)
+    seen = StepContext().attach(model)
     model()
     expected = ["", *(f"[{n}]" for n in range(1, MOST_CALLS)), *[f"[{MOST_CALLS - 1}]"] * 3]
     assert seen.names == [*(f"(root):relu{index}" for index in expected), "(root):tanh"]
@@ -281,7 +281,7 @@ def test_a_module_that_calls_itself_numbers_each_call_on_its_own() -> None:
         X.relu()
 
     model = Does(countdown)
-    seen = Seen().attach(model)
+    seen = StepContext().attach(model)
     model(1)
     assert seen.names == ["(root):relu", "(root):relu", "(root):relu[1]", "(root):relu[1]"]
 
@@ -407,7 +407,7 @@ def test_the_entropy_however_softmax_is_called(call: Callable[[Tensor], Tensor],
 
 def test_what_is_computed_is_no_part_of_the_graph() -> None:
     attached: dict[str, bool] = {}
-    seen = Seen()
+    seen = StepContext()
     seen.functional._saw = lambda path, _index, tensor: attached.update({path.split(":")[1]: tensor.requires_grad})
     q = torch.randn(1, 2, 3, 4, requires_grad=True)
     seen.attach(model := Does(lambda: (F.softmax(q, -1), F.scaled_dot_product_attention(q, q, q))))
@@ -444,7 +444,7 @@ def test_softmax_of_integers_or_into_its_input_shows_the_result_alone() -> None:
     assert seen_of(lambda: torch.softmax(x, 1, out=x)).names == ["(root):softmax"]
 
 
-def check_attention(seen: Seen, logits: Array, tolerance: float = 1e-5) -> None:
+def check_attention(seen: StepContext, logits: Array, tolerance: float = 1e-5) -> None:
     name = "(root):scaled_dot_product_attention"
     largest, entropy = seen[f"{name}.logits"], seen[f"{name}.entropy"]
     assert largest.dtype is entropy.dtype is torch.float32
@@ -608,7 +608,7 @@ def test_attention_of_transformers_is_the_same_by_both_implementations(build: Ca
     shown = {}
     for implementation, operation in (("eager", "softmax"), ("sdpa", "scaled_dot_product_attention")):
         model = build(implementation)
-        seen = Seen().attach(model)
+        seen = StepContext().attach(model)
         output = model(tokens, attention_mask=padding, output_attentions=implementation == "eager")
         sites = [name for name in seen.names if name.endswith(f":{operation}.entropy")]
         assert len(sites) == 2, seen.names
@@ -654,7 +654,7 @@ NEUTRAL = [
 
 @pytest.mark.parametrize("case", NEUTRAL, ids=lambda case: case.name)
 def test_training_is_the_same_to_the_last_bit(case: zoo.Case) -> None:
-    seen = Seen()
+    seen = StepContext()
     watched = zoo.train(case, 3, before=seen.attach)
     assert watched == zoo.train(case, 3)
     assert seen.report.errors == 0, seen.report.messages
@@ -668,11 +668,11 @@ def test_the_graph_has_as_many_nodes_and_results_are_the_operations_own() -> Non
         torch.manual_seed(0)
         model = Attends()
         if watched:
-            Seen().attach(model)
+            StepContext().attach(model)
         counts.append(zoo.count_graph_nodes(_square(model, (torch.randn(3, 5, 8),))))
     assert counts[0] == counts[1]
     results: list[Tensor] = []
-    seen = Seen()
+    seen = StepContext()
     seen.functional._saw = lambda _path, _index, tensor: results.append(tensor)
     model = Does(F.relu)
     seen.attach(model)
@@ -698,7 +698,7 @@ def test_the_fused_path_of_evaluation_is_left_alone() -> None:
     for watched in (False, True):
         model = Does(lambda: attention(x, x, x)[0], attention=attention)
         if watched:
-            Seen().attach(model)
+            StepContext().attach(model)
         with torch.no_grad(), Dispatched() as dispatched:
             model()
         calls.append(dispatched.calls)
@@ -709,7 +709,7 @@ def test_the_fused_path_of_evaluation_is_left_alone() -> None:
 def test_modules_inside_a_fused_module_do_not_put_the_mode_on() -> None:
     layer = nn.TransformerEncoderLayer(8, 2, 16).eval()
     depths: list[int] = []
-    Seen().attach(layer)
+    StepContext().attach(layer)
     layer.linear1.register_forward_pre_hook(lambda *_: depths.append(depth()))
     layer(torch.randn(2, 3, 8))
     assert depths == [0]
@@ -735,7 +735,7 @@ def fails(problem: type[BaseException]) -> nn.Module:
 
 
 def test_an_exception_leaves_no_mode() -> None:
-    seen = Seen().attach(model := fails(LookupError))
+    seen = StepContext().attach(model := fails(LookupError))
     for _ in range(2):
         with pytest.raises(LookupError):
             model(X)
@@ -745,7 +745,7 @@ def test_an_exception_leaves_no_mode() -> None:
 
 def test_an_operation_that_fails_raises_its_own_error_and_is_not_seen() -> None:
     model = Does(lambda: X @ X)
-    seen = Seen().attach(model)
+    seen = StepContext().attach(model)
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         model()
     assert seen.names == []
@@ -755,7 +755,7 @@ def test_an_operation_that_fails_raises_its_own_error_and_is_not_seen() -> None:
 
 @pytest.mark.parametrize("problem", [KeyboardInterrupt, SystemExit, GeneratorExit])
 def test_after_an_interrupt_nothing_more_is_seen_and_the_next_call_cleans_up(problem: type[BaseException]) -> None:
-    seen = Seen().attach(model := fails(problem))
+    seen = StepContext().attach(model := fails(problem))
     with pytest.raises(problem):
         model(X)
     seen.shown.clear()
@@ -769,7 +769,7 @@ def test_after_an_interrupt_nothing_more_is_seen_and_the_next_call_cleans_up(pro
 
 
 def test_abandon_cleans_up_after_an_interrupt() -> None:
-    seen = Seen().attach(model := fails(KeyboardInterrupt))
+    seen = StepContext().attach(model := fails(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         model(X)
     seen.functional.abandon()
@@ -777,7 +777,7 @@ def test_abandon_cleans_up_after_an_interrupt() -> None:
 
 
 def test_interrupts_again_and_again_leave_one_mode_at_most() -> None:
-    seen = Seen().attach(model := fails(KeyboardInterrupt))
+    seen = StepContext().attach(model := fails(KeyboardInterrupt))
     for _ in range(3):
         with pytest.raises(KeyboardInterrupt):
             model(X)
@@ -803,7 +803,7 @@ def test_an_interrupt_that_the_model_itself_catches_does_not_confuse_names() -> 
 def test_a_recompute_that_stops_early_leaves_no_mode(reentrant: bool) -> None:
     block = nn.Sequential(nn.Linear(4, 4), Does(F.relu), nn.Linear(4, 4), Does(torch.tanh))
     model = Does(lambda x: checkpoint(block, x, use_reentrant=reentrant), block=block)
-    seen = Seen().attach(model)
+    seen = StepContext().attach(model)
     loss = model(X.clone().requires_grad_()).sum()
     assert depth() == 0
     loss.backward()
@@ -812,7 +812,7 @@ def test_a_recompute_that_stops_early_leaves_no_mode(reentrant: bool) -> None:
 
 
 def test_missing_and_surplus_calls_are_tolerated() -> None:
-    seen = Seen()
+    seen = StepContext()
     enter, leave = seen.functional.enter_module, seen.functional.leave_module
     module = Does(F.relu)
     leave("nobody")
@@ -838,7 +838,7 @@ def test_a_generator_runs_outside_of_its_module() -> None:
         yield x.relu()
 
     model = Does(forward, inner=inner)
-    seen = Seen().attach(model)
+    seen = StepContext().attach(model)
     for _ in model(X):
         assert depth() == 0
     assert seen.names == ["inner:tanh"]
@@ -854,7 +854,7 @@ def test_each_thread_has_its_own_modules() -> None:
         depths.append(depth())
 
     model = Does(forward)
-    seen = Seen().attach(model)
+    seen = StepContext().attach(model)
 
     def run() -> None:
         model(5)
@@ -880,7 +880,7 @@ def test_abandon_reaches_other_threads() -> None:
         X.tanh()
 
     model = Does(forward)
-    seen = Seen().attach(model)
+    seen = StepContext().attach(model)
     thread = threading.Thread(target=lambda: (model(), depths.append(depth())))
     thread.start()
     entered.wait(10)
@@ -892,7 +892,7 @@ def test_abandon_reaches_other_threads() -> None:
 
 
 def test_abandon_in_the_middle_of_a_forward() -> None:
-    seen = Seen()
+    seen = StepContext()
     model = Does(lambda: (X.relu(), seen.functional.abandon(), depths.append(depth()), X.relu()))
     depths: list[int] = []
     seen.attach(model)
@@ -902,7 +902,7 @@ def test_abandon_in_the_middle_of_a_forward() -> None:
 
 
 def test_abandon_inside_an_operation_takes_the_mode_off_at_the_next_module() -> None:
-    seen = Seen()
+    seen = StepContext()
 
     def forward() -> None:
         x = X.clone().requires_grad_()
@@ -932,7 +932,7 @@ def test_a_backward_with_a_recompute_inside_a_forward() -> None:
 
 @pytest.mark.parametrize("problem", [LookupError, KeyboardInterrupt])
 def test_no_tensor_is_kept_alive(problem: type[BaseException]) -> None:
-    seen = Seen()
+    seen = StepContext()
     seen.functional._saw = lambda *_: None
     model = fails(problem)
     seen.attach(model)
@@ -973,7 +973,7 @@ def test_a_mode_around_the_model_sees_the_same_calls_as_ever() -> None:
     calls = []
     for watched in (False, True):
         model = Does(_attend)
-        seen = Seen()
+        seen = StepContext()
         if watched:
             seen.attach(model)
         with Spy() as spy:
@@ -998,7 +998,7 @@ def test_a_mode_inside_the_model_sees_the_same_calls_as_ever() -> None:
             return F.tanh(x)
 
         model = Does(forward)
-        seen = Seen()
+        seen = StepContext()
         if watched:
             seen.attach(model)
         model(torch.ones(1, 3, 3))
@@ -1011,7 +1011,7 @@ def test_a_mode_inside_the_model_sees_the_same_calls_as_ever() -> None:
 def test_a_mode_that_the_model_leaves_on_stays_on_and_ours_does_not() -> None:
     spy = Spy()
     model = Does(lambda: (X.relu(), spy.__enter__(), X.tanh()))
-    seen = Seen().attach(model)
+    seen = StepContext().attach(model)
     model()
     assert _get_current_function_mode_stack() == [spy]
     spy.__exit__(None, None, None)
@@ -1021,7 +1021,7 @@ def test_a_mode_that_the_model_leaves_on_stays_on_and_ours_does_not() -> None:
 def test_a_model_that_takes_the_wrong_mode_off_does_no_lasting_harm() -> None:
     spy = Spy()
     model = Does(lambda: (X.relu(), torch._C._pop_torch_function_stack()))
-    seen = Seen().attach(model)
+    seen = StepContext().attach(model)
     with spy:
         model()
         assert _get_current_function_mode_stack() == [spy]
@@ -1039,7 +1039,7 @@ def test_a_default_device_may_be_set_around_and_inside() -> None:
         return X.relu()
 
     model = Does(forward)
-    seen = Seen().attach(model)
+    seen = StepContext().attach(model)
     try:
         model()
         assert depth() == 1
@@ -1073,7 +1073,7 @@ def test_a_mode_that_changes_a_composite_function_is_asked_as_ever() -> None:
     results = []
     attention = nn.MultiheadAttention(4, 2)
     model = Does(lambda x: results.append(attention(x, x, x)[0]), attention=attention)
-    Seen().attach(model)
+    StepContext().attach(model)
     with Replaced():
         model(X)
     model(X.as_subclass(Replacing))
@@ -1084,7 +1084,7 @@ def test_two_on_one_model() -> None:
     model = Does(
         lambda: (X.relu(), attention(X[None], X[None], X[None])), attention=(attention := nn.MultiheadAttention(4, 2))
     )
-    first, second = Seen().attach(model), Seen().attach(model)
+    first, second = StepContext().attach(model), StepContext().attach(model)
     model()
     assert first.names == second.names
     assert len(first.names) == 4
@@ -1102,7 +1102,7 @@ def test_an_error_of_ours_is_counted_and_training_goes_on() -> None:
 
     shown: list[str] = []
     report = Report()
-    seen = Seen()
+    seen = StepContext()
     seen.functional = Functional(broken, report)
     seen.attach(model := Does(lambda x: x.relu().tanh().relu()))
     assert torch.equal(model(X), X.relu().tanh())
@@ -1113,7 +1113,7 @@ def test_an_error_of_ours_is_counted_and_training_goes_on() -> None:
 
 def test_tensors_without_data_pass_through() -> None:
     model = Does(_attend)
-    seen = Seen().attach(model)
+    seen = StepContext().attach(model)
     model(torch.ones(1, 3, 3, device="meta"))
     with FakeTensorMode():
         model(torch.ones(1, 3, 3))
@@ -1133,7 +1133,7 @@ def test_tensors_without_data_pass_through() -> None:
 def test_tracing_and_export_see_a_plain_model() -> None:
     x = torch.ones(1, 3, 3)
     plain, watched = Does(_attend), Does(_attend)
-    seen = Seen().attach(watched)
+    seen = StepContext().attach(watched)
     traced = [torch.jit.trace(model, (x,), check_trace=False).graph for model in (plain, watched)]
     assert len(list(traced[0].nodes())) == len(list(traced[1].nodes()))
     exported = [[node.target for node in torch.export.export(m, (x,)).graph.nodes] for m in (plain, watched)]
@@ -1164,7 +1164,7 @@ def test_nothing_waits_for_the_device() -> None:
     logs = []
     for watched in (False, True):
         model = Does(forward)
-        seen = Seen()
+        seen = StepContext()
         if watched:
             seen.attach(model)
         with fake_device.Log() as log:

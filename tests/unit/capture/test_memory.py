@@ -43,8 +43,8 @@ def allocated(trainee: timing.Trainee) -> int:
 
 def kept(watching: tbhooks.Watch) -> tuple[int, int]:
     """Bytes of the records of a step, and of the block for copies of weights."""
-    block = watching._loop.parameters._before._block
-    records = sum(buffer.records * buffer.record_bytes for buffer in watching._loop.recorder._buffers)
+    block = watching._session.parameters._before._block
+    records = sum(buffer.records * buffer.record_bytes for buffer in watching._session.recorder._buffers)
     return records, 0 if block is None else block.nbytes
 
 

@@ -125,7 +125,7 @@ def test_what_fails_inside_compiled_code_is_counted_and_training_goes_on(monkeyp
     bare = Trial(lambda trial: train(trial, True), compiled=True, is_watched=False)
     monkeypatch.setattr(dynamo, "_observers", None)
     monkeypatch.setattr(dynamo, "failures", [])
-    monkeypatch.setattr(dynamo, "ticket", lambda observer: dynamo._host_number(1))
+    monkeypatch.setattr(dynamo, "hook_id", lambda observer: dynamo._host_number(1))
     trial = Trial(lambda trial: train(trial, True), compiled=True, is_watched=True)
     assert trial.left == bare.left
     assert trial.watches[0].stats.errors > 0

@@ -38,7 +38,7 @@ def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Begin]:
     def start(*options: str) -> Session:
         words = options if "--every" in options else ("--every", "2", *options)
         session = Session(*command.understood([*words, "train.py"], {}))
-        session.look_on()
+        session.add_collector()
         begun.append(session)
         return session
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import tbhooks
 from tbhooks import runs
-from tbhooks.collectors import channels as onlooker
+from tbhooks.collectors import channels as collector
 from tbhooks.data.artifacts import Channels
 from tbhooks.data.frame import Site
 from tbhooks.reduction import cpu
@@ -62,7 +62,7 @@ def train(
 
 
 def channels_of(frame: tbhooks.Frame) -> dict[str, Channels]:
-    return {shown.kind: shown for shown in frame.exhibits if isinstance(shown, Channels)}
+    return {shown.kind: shown for shown in frame.artifacts if isinstance(shown, Channels)}
 
 
 def wanted(data: dict[tuple[str, str], Any], step: int = 0) -> tbhooks.Frame:
@@ -129,14 +129,14 @@ def test_numbers_of_any_kind_are_those_of_the_reference(
 ) -> None:
     if not by_kernel:
         monkeypatch.setattr(cpu, "library", None)
-        monkeypatch.setattr(onlooker, "PART", 100)
+        monkeypatch.setattr(collector, "PART", 100)
     torch.manual_seed(0)
     tensor = AWKWARD[name](torch.randn(3, 4, 5, 6)).to(dtype)
-    sums = onlooker.Sums(4)
-    onlooker.reduce_channels(tensor.movedim(1, 0).reshape(4, -1), sums, with_buckets=True)
+    sums = collector.Sums(4)
+    collector.reduce_channels(tensor.movedim(1, 0).reshape(4, -1), sums, with_buckets=True)
     riding = {id(piece): piece.numbers.numpy() for piece in sums.pieces}
     pieces: Any = [(id(piece), piece.size, piece.finished) for piece in sums.pieces]
-    rows = onlooker._merged(4, pieces, riding.__getitem__)  # type: ignore[arg-type]
+    rows = collector._merged(4, pieces, riding.__getitem__)  # type: ignore[arg-type]
     reference_frame = wanted(by_channel("x", [tensor], 1))
     np.testing.assert_allclose(rows, reference_frame.values, rtol=1e-9, atol=1e-300)
     assert sums.counts is not None

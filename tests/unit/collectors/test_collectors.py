@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import tbhooks
 from tbhooks.capture.packed_step import Read
 from tbhooks.capture.recorder import Recorder
-from tbhooks.data.artifacts import Channels, Exhibit, Text
+from tbhooks.data.artifacts import Artifact, Channels, Text
 from tests.support import fake_device, zoo
 from tests.unit.reduction.test_device import plain_loop
 
@@ -46,11 +46,11 @@ class Looker:
     def end(self, recorder: Recorder) -> None:
         riding = [(kind, name, recorder.attach(tensor)) for kind, name, tensor in self._now]
 
-        def make(read: Read) -> Iterable[Exhibit]:
+        def make(read: Read) -> Iterable[Artifact]:
             self.steps.append([(kind, name, read(attached)) for kind, name, attached in riding])
             return [Text("seen", str(len(riding)))]
 
-        recorder.exhibit(make)
+        recorder.artifact(make)
         self._now = []
 
     def forget(self) -> None:
@@ -66,18 +66,18 @@ def trained(case: zoo.Case, looker: Looker, steps: int = 3, **options: Any) -> t
     made: list[tbhooks.Watch] = []
 
     def before(model: nn.Module) -> None:
-        made.append(tbhooks.watch(model, kept, every=1, **options)._let_look_on(looker))
+        made.append(tbhooks.watch(model, kept, every=1, **options)._add_collector(looker))
 
     plain_loop(case, steps, before, lambda *_: None)
     made[0].close()
     return made[0], kept
 
 
-def test_an_onlooker_sees_the_modules_it_wants_from_the_first_step_on() -> None:
+def test_an_collector_sees_the_modules_it_wants_from_the_first_step_on() -> None:
     looker = Looker("0", "2")
     _, kept = trained(zoo.ZOO["mlp"], looker)
     assert [names(step) for step in looker.steps] == [["activation/0", "activation/2"]] * 3
-    assert [frame.exhibits[0] for frame in kept.frames if isinstance(frame.exhibits[0], Text)]
+    assert [frame.artifacts[0] for frame in kept.frames if isinstance(frame.artifacts[0], Text)]
 
 
 def test_it_sees_modules_that_are_not_watched_and_the_inputs_of_the_model() -> None:
@@ -115,7 +115,7 @@ def test_it_rides_in_the_one_copy_of_the_step() -> None:
     made: list[Any] = []
 
     def before(model: nn.Module) -> None:
-        made.append((tbhooks.watch(model, every=2)._let_look_on(looker), model))
+        made.append((tbhooks.watch(model, every=2)._add_collector(looker), model))
 
     with fake_device.Log() as record:
         case = zoo.moved(zoo.ZOO["mlp"], fake_device.to_device, fake_device.put)
@@ -146,7 +146,7 @@ def test_tensors_of_any_type_arrive_as_they_were(dtype: torch.dtype, with_bucket
     before = [tensor.clone() for tensor in tensors]
     tensors[0].zero_()  # what is changed later does not show
     found: list[Any] = []
-    recorder.exhibit(lambda read: found.extend(map(read, riding)) or [])
+    recorder.artifact(lambda read: found.extend(map(read, riding)) or [])
     (frame,) = recorder.pack(0, 0).frames()
     assert frame["x", "activation"].mean == 1
     for expected, got in zip(before, found, strict=True):
@@ -154,20 +154,20 @@ def test_tensors_of_any_type_arrive_as_they_were(dtype: torch.dtype, with_bucket
         np.testing.assert_array_equal(got, wide.numpy())
 
 
-def test_a_step_with_exhibits_alone_is_written_and_not_kept_among_the_numbers() -> None:
+def test_a_step_with_artifacts_alone_is_written_and_not_kept_among_the_numbers() -> None:
     kept = tbhooks.MemorySink()
     model = nn.Linear(2, 1)
     with tbhooks.watch(model, kept) as w:
         w._show([Text("note", "hello")], step=7)
         w.flush()
-        assert [(frame.step, frame.exhibits[0].tag) for frame in kept.frames] == [(7, "note")]
+        assert [(frame.step, frame.artifacts[0].tag) for frame in kept.frames] == [(7, "note")]
         assert len(w.history) == 0
 
 
 def test_history_keeps_numbers_and_not_what_goes_along() -> None:
     watching, kept = trained(zoo.ZOO["mlp"], Looker("0"))
-    assert all(frame.exhibits for frame in kept.frames)
-    assert not any(frame.exhibits for frame in watching.history)
+    assert all(frame.artifacts for frame in kept.frames)
+    assert not any(frame.artifacts for frame in watching.history)
 
 
 def test_one_that_fails_is_told_once_and_harms_nobody() -> None:
@@ -176,7 +176,7 @@ def test_one_that_fails_is_told_once_and_harms_nobody() -> None:
     made: list[tbhooks.Watch] = []
 
     def before(model: nn.Module) -> None:
-        made.append(tbhooks.watch(model, kept, every=1)._let_look_on(bad)._let_look_on(good))
+        made.append(tbhooks.watch(model, kept, every=1)._add_collector(bad)._add_collector(good))
 
     plain_loop(zoo.ZOO["mlp"], 3, before, lambda *_: None)
     made[0].close()
@@ -188,7 +188,7 @@ def test_one_that_fails_is_told_once_and_harms_nobody() -> None:
 def test_the_one_pass_of_a_model_that_is_not_trained_is_shown_at_the_end() -> None:
     looker = Looker("0")
     model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
-    with tbhooks.watch(model)._let_look_on(looker):
+    with tbhooks.watch(model)._add_collector(looker):
         model(torch.ones(1, 2))
     assert [names(step) for step in looker.steps] == [["activation/0"]]
 
@@ -205,7 +205,7 @@ def test_compiled_modules_are_shown_too() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     looker = Looker("0", "1", inputs="0")
-    w = tbhooks.watch(model, every=1)._let_look_on(looker)
+    w = tbhooks.watch(model, every=1)._add_collector(looker)
     called = torch.compile(model, backend="aot_eager", fullgraph=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
@@ -223,7 +223,7 @@ def test_training_is_the_same_to_the_bit_and_the_graph_has_as_many_nodes() -> No
     made: list[tbhooks.Watch] = []
 
     def before(model: nn.Module) -> nn.Module:
-        made.append(tbhooks.watch(model, every=1)._let_look_on(looker))
+        made.append(tbhooks.watch(model, every=1)._add_collector(looker))
         return model
 
     seen = zoo.train(case, 3, before=before)
@@ -232,7 +232,7 @@ def test_training_is_the_same_to_the_bit_and_the_graph_has_as_many_nodes() -> No
     assert looker.steps
 
 
-def test_a_pattern_that_fails_later_ends_its_onlooker_and_costs_no_step_its_numbers() -> None:
+def test_a_pattern_that_fails_later_ends_its_collector_and_costs_no_step_its_numbers() -> None:
     model, fails = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)), []
 
     def pattern(path: str, _module: nn.Module) -> bool:
@@ -297,5 +297,5 @@ def test_a_module_in_the_place_of_another_is_looked_at_as_what_it_is() -> None:
         model(torch.randn(2, 3, 2, 2)).sum().backward()
         optimizer.step()
     w.close()
-    named = [{name for e in frame.exhibits if isinstance(e, Channels) for name, _ in e.names} for frame in kept.frames]
+    named = [{name for e in frame.artifacts if isinstance(e, Channels) for name, _ in e.names} for frame in kept.frames]
     assert named == [{"0", "0.weight", "2", "2.weight"}, {"0.0", "0.0.weight", "2", "2.weight"}]

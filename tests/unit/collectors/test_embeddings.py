@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import tbhooks
-from tbhooks.collectors import embeddings as onlooker
+from tbhooks.collectors import embeddings as collector
 from tbhooks.collectors.embeddings import Reservoir, texts
 from tbhooks.data.artifacts import Embedding
 from tests.support import fake_device, zoo
@@ -56,7 +56,7 @@ def train(model: nn.Module, batches: Any, ask: Callable[[tbhooks.Watch], Any], *
 
 
 def embeddings_of(frame: tbhooks.Frame) -> dict[str, Embedding]:
-    return {shown.tag: shown for shown in frame.exhibits if isinstance(shown, Embedding)}
+    return {shown.tag: shown for shown in frame.artifacts if isinstance(shown, Embedding)}
 
 
 def test_points_are_what_the_layer_made_of_each_sample_with_its_label() -> None:
@@ -279,7 +279,7 @@ def test_all_who_look_on_at_one_layer_see_it() -> None:
     model(torch.randn(5, 4)).backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     w.close()
-    kinds = [type(shown).__name__ for shown in kept.frames[0].exhibits]
+    kinds = [type(shown).__name__ for shown in kept.frames[0].artifacts]
     assert kinds == ["Picture", "Channels", "Channels", "Embedding", "Picture"]
 
 
@@ -312,7 +312,7 @@ def test_wrong_arguments_are_refused_at_the_call(arguments: dict[str, Any], mess
 
 def test_thumbnails_of_another_shape_are_refused() -> None:
     with pytest.raises(tbhooks.ArgumentError, match="thumbnails are"):
-        onlooker._small(torch.zeros(2, 5, 8, 8), 2)
+        collector._small(torch.zeros(2, 5, 8, 8), 2)
 
 
 def test_an_argument_that_is_not_given_again_leaves_no_labels_behind() -> None:
@@ -342,7 +342,7 @@ def test_arrays_that_are_filled_anew_for_each_batch_are_read_in_time(monkeypatch
         labels[:] += 1
         return labels
 
-    monkeypatch.setattr(onlooker, "texts", read_late)
+    monkeypatch.setattr(collector, "texts", read_late)
     model, kept = Net(), tbhooks.MemorySink()
     w = tbhooks.watch(model, kept, every=1).embeddings("encoder", labels=filled, every=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)

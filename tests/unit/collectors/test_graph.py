@@ -48,7 +48,7 @@ class Run:
     def graphs(self) -> list[Graph]:
         self.watch.close()
         assert self.watch.stats.errors == 0, self.watch.stats.messages
-        return [exhibit for frame in self.kept.frames for exhibit in frame.exhibits if isinstance(exhibit, Graph)]
+        return [artifact for frame in self.kept.frames for artifact in frame.artifacts if isinstance(artifact, Graph)]
 
 
 def total(output: Any) -> Tensor:
@@ -494,7 +494,7 @@ def check_structure(graph: Graph, called: set[str]) -> None:
 
 
 @dataclass
-class Seen:
+class StepContext:
     trace: zoo.Trace
     graphs: list[Graph]
     called: set[str]
@@ -503,7 +503,7 @@ class Seen:
     watch: tbhooks.Watch | None
 
 
-def trained(name: str, watched: bool, **options: Any) -> Seen:
+def trained(name: str, watched: bool, **options: Any) -> StepContext:
     """Two steps of a case, of which the first is logged; what ran is noted by hooks that know nothing of ours."""
     case, kept = zoo.ZOO[name], tbhooks.MemorySink()
     called: set[str] = set()
@@ -534,8 +534,8 @@ def trained(name: str, watched: bool, **options: Any) -> Seen:
     )  # fmt: skip
     if watched:
         made[0].close()
-    graphs = [exhibit for frame in kept.frames for exhibit in frame.exhibits if isinstance(exhibit, Graph)]
-    return Seen(trace, graphs, called, nodes, hooks, made[0])
+    graphs = [artifact for frame in kept.frames for artifact in frame.artifacts if isinstance(artifact, Graph)]
+    return StepContext(trace, graphs, called, nodes, hooks, made[0])
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -760,7 +760,7 @@ def test_a_model_that_is_never_trained_is_drawn_too(mode: Any) -> None:
         for _ in range(2):
             model(x())
     assert w.stats.errors == 0, w.stats.messages
-    graphs = [exhibit for frame in kept.frames for exhibit in frame.exhibits if isinstance(exhibit, Graph)]
+    graphs = [artifact for frame in kept.frames for artifact in frame.artifacts if isinstance(artifact, Graph)]
     assert [graph.name for graph in graphs] == ["evaluation"]
     assert arrows(graphs[0])["output"] == ["setitem"]
     assert arrows(graphs[0])["two"] == ["act"]
@@ -895,7 +895,7 @@ def test_a_failure_of_ours_is_told_once_and_training_goes_on(monkeypatch: pytest
             run.watch.close()
         assert run.watch.stats.errors == 1, method
         assert len(run.kept.frames) == 3
-        assert not [frame for frame in run.kept.frames if frame.exhibits]
+        assert not [frame for frame in run.kept.frames if frame.artifacts]
         assert torch._C._len_torch_function_stack() == 0
 
 
@@ -909,7 +909,7 @@ def test_it_can_be_asked_for_in_the_middle_of_training() -> None:
                 assert w.graph() is w
             model(x()).sum().backward()
             optimizer.step()
-    assert [(frame.step, len(frame.exhibits)) for frame in kept.frames] == [(0, 0), (2, 1), (4, 0)]
+    assert [(frame.step, len(frame.artifacts)) for frame in kept.frames] == [(0, 0), (2, 1), (4, 0)]
     with pytest.raises(tbhooks.ClosedError):
         w.graph()
 
@@ -1029,7 +1029,7 @@ def test_of_a_compiled_model_modules_are_drawn_in_their_order() -> None:
     assert compiled == plain
     assert w.stats.errors == 0, w.stats.messages
     assert "compiled" in w.stats.unseen["training graph"]
-    (graph,) = [exhibit for frame in kept.frames for exhibit in frame.exhibits]
+    (graph,) = [artifact for frame in kept.frames for artifact in frame.artifacts]
     assert isinstance(graph, Graph)
     paths = ["blocks/0/one", "blocks/0/two", "blocks/1/one", "blocks/1/two", "head/0", "head/1"]
     assert [node.name for node in graph.nodes] == paths
@@ -1078,7 +1078,7 @@ def test_a_compiled_step_is_not_compiled_anew(asked: str) -> None:
             optimizer.zero_grad()
         w.close()
         assert w.stats.errors == 0, w.stats.messages
-        return len(seen), w, [exhibit for frame in kept.frames for exhibit in frame.exhibits]
+        return len(seen), w, [artifact for frame in kept.frames for artifact in frame.artifacts]
 
     count, w, (graph,) = compilations(asked)
     assert count == compilations("never")[0]

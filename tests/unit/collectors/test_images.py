@@ -65,7 +65,7 @@ def train(model: nn.Module, batch: Any, ask: Callable[[tbhooks.Watch], Any], ste
 
 
 def pictures_of(frame: tbhooks.Frame) -> dict[str, Picture]:
-    return {shown.tag: shown for shown in frame.exhibits if isinstance(shown, Picture)}
+    return {shown.tag: shown for shown in frame.artifacts if isinstance(shown, Picture)}
 
 
 def greys(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -48,7 +48,7 @@ def train(model: nn.Module, *batches: Tensor, **options: Any) -> tuple[tbhooks.W
 
 
 def texts(kept: tbhooks.MemorySink) -> list[Text]:
-    return [exhibit for frame in kept.frames for exhibit in frame.exhibits if isinstance(exhibit, Text)]
+    return [artifact for frame in kept.frames for artifact in frame.artifacts if isinstance(artifact, Text)]
 
 
 # Counted by hand.
@@ -250,7 +250,7 @@ def test_long_tables_show_their_ends_and_text_all() -> None:
     assert html.count("<tr>") == 2 * model_table.ENDS + 2
     assert "600 more" in html
     assert str(view).count("Linear") == 1000
-    markdown = model_table.as_exhibit(made_up(1000)).markdown
+    markdown = model_table.as_artifact(made_up(1000)).markdown
     assert markdown.count("Linear") == 2 * model_table.ENDS
     table = [line for line in markdown.splitlines() if line.startswith("|")]
     assert {line.count("|") for line in table} == {len(model_table.COLUMNS) + 1}

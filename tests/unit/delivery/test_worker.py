@@ -18,7 +18,7 @@ from tbhooks.data.artifacts import Text
 from tbhooks.data.frame import Frame
 from tbhooks.data.self_report import Report
 from tbhooks.delivery import worker as pump_module
-from tbhooks.delivery.worker import QUEUE_BYTES, QUEUE_STEPS, Pump
+from tbhooks.delivery.worker import QUEUE_BYTES, QUEUE_STEPS, Worker
 from tbhooks.sinks import Sink
 from tbhooks.sinks.memory import MemorySink
 from tests.support.frames import Step, make_frame
@@ -82,12 +82,12 @@ def report() -> Report:
 
 
 @pytest.fixture
-def make(report: Report) -> Iterator[Callable[..., Pump]]:
+def make(report: Report) -> Iterator[Callable[..., Worker]]:
     """Pumps that share the test's report and are closed after it, gates open."""
-    made: list[tuple[Pump, tuple[Sink, ...]]] = []
+    made: list[tuple[Worker, tuple[Sink, ...]]] = []
 
-    def build(*sinks: Sink, judge: Callable[[Frame], Frame] = unchanged) -> Pump:
-        pump = Pump(sinks, judge, report)
+    def build(*sinks: Sink, judge: Callable[[Frame], Frame] = unchanged) -> Worker:
+        pump = Worker(sinks, judge, report)
         made.append((pump, sinks))
         return pump
 
@@ -106,7 +106,7 @@ def at_most(seconds: float) -> Iterator[None]:
     assert time.perf_counter() - started < seconds
 
 
-def fill(pump: Pump, sink: GatedSink, more: int = 0) -> None:
+def fill(pump: Worker, sink: GatedSink, more: int = 0) -> None:
     """One step inside the sink, a full queue behind it, and `more` that find no place."""
     pump.submit(Step(make_frame(0)))
     assert sink.entered.wait(10)
@@ -117,7 +117,7 @@ def fill(pump: Pump, sink: GatedSink, more: int = 0) -> None:
 # --- Order and the queue ----------------------------------------------------------------------------
 
 
-def test_frames_arrive_in_the_order_they_were_submitted(make: Callable[..., Pump]) -> None:
+def test_frames_arrive_in_the_order_they_were_submitted(make: Callable[..., Worker]) -> None:
     first, second = MemorySink(), MemorySink()
     pump = make(first, second)
     for step in range(50):
@@ -128,7 +128,7 @@ def test_frames_arrive_in_the_order_they_were_submitted(make: Callable[..., Pump
     assert steps(first) == steps(second) == list(range(50))
 
 
-def test_a_step_of_several_frames_gives_them_in_order(make: Callable[..., Pump]) -> None:
+def test_a_step_of_several_frames_gives_them_in_order(make: Callable[..., Worker]) -> None:
     sink = MemorySink()
     pump = make(sink)
     pump.submit(Step(make_frame(3), make_frame(5)))
@@ -137,7 +137,9 @@ def test_a_step_of_several_frames_gives_them_in_order(make: Callable[..., Pump])
     assert steps(sink) == [3, 5]
 
 
-def test_a_full_queue_drops_and_counts_and_never_blocks(make: Callable[..., Pump], report: Report, caplog: Log) -> None:
+def test_a_full_queue_drops_and_counts_and_never_blocks(
+    make: Callable[..., Worker], report: Report, caplog: Log
+) -> None:
     sink = GatedSink()
     pump = make(sink)
     with caplog.at_level(logging.WARNING, "tbhooks"), at_most(1.0):
@@ -151,7 +153,7 @@ def test_a_full_queue_drops_and_counts_and_never_blocks(make: Callable[..., Pump
     assert report.errors == 0
 
 
-def test_a_queue_with_room_again_takes_steps_again(make: Callable[..., Pump], report: Report) -> None:
+def test_a_queue_with_room_again_takes_steps_again(make: Callable[..., Worker], report: Report) -> None:
     sink = GatedSink()
     pump = make(sink)
     fill(pump, sink, more=1)
@@ -163,7 +165,7 @@ def test_a_queue_with_room_again_takes_steps_again(make: Callable[..., Pump], re
     assert report.dropped == 1
 
 
-def test_a_slow_sink_gets_everything_the_queue_took(make: Callable[..., Pump], report: Report) -> None:
+def test_a_slow_sink_gets_everything_the_queue_took(make: Callable[..., Worker], report: Report) -> None:
     class SlowSink(MemorySink):
         def write(self, frame: Frame) -> None:
             time.sleep(0.1)
@@ -180,7 +182,7 @@ def test_a_slow_sink_gets_everything_the_queue_took(make: Callable[..., Pump], r
     assert report.seconds_pump >= 0.8
 
 
-def test_steps_that_weigh_nothing_are_bounded_by_their_number(make: Callable[..., Pump], report: Report) -> None:
+def test_steps_that_weigh_nothing_are_bounded_by_their_number(make: Callable[..., Worker], report: Report) -> None:
     sink = GatedSink()
     pump = make(sink)
     fill(pump, sink, more=5 * QUEUE_STEPS)
@@ -189,7 +191,7 @@ def test_steps_that_weigh_nothing_are_bounded_by_their_number(make: Callable[...
 
 
 def test_heavy_steps_are_bounded_by_their_bytes_and_one_is_always_taken(
-    make: Callable[..., Pump], report: Report
+    make: Callable[..., Worker], report: Report
 ) -> None:
     sink = GatedSink()
     pump = make(sink)
@@ -247,7 +249,7 @@ def work(action: Callable[[], object]) -> int:
 
 
 def test_handing_a_step_over_takes_as_much_work_behind_a_long_queue_as_behind_a_short_one(
-    make: Callable[..., Pump], report: Report
+    make: Callable[..., Worker], report: Report
 ) -> None:
     sink = GatedSink()
     pump = make(sink)
@@ -272,7 +274,7 @@ def test_handing_a_step_over_takes_as_much_work_behind_a_long_queue_as_behind_a_
     assert min(full) < 2 * usual + 40
 
 
-def test_what_ranks_wait_for_is_bounded_too(make: Callable[..., Pump], report: Report) -> None:
+def test_what_ranks_wait_for_is_bounded_too(make: Callable[..., Worker], report: Report) -> None:
     class Awaited(Step):
         def without_numbers(self) -> Any:
             return Step(*self._frames)
@@ -287,7 +289,7 @@ def test_what_ranks_wait_for_is_bounded_too(make: Callable[..., Pump], report: R
     assert len(pump._queue) <= 20 * QUEUE_STEPS
 
 
-def test_waiting_for_a_hung_sink_again_and_again_fills_no_queue(make: Callable[..., Pump]) -> None:
+def test_waiting_for_a_hung_sink_again_and_again_fills_no_queue(make: Callable[..., Worker]) -> None:
     sink = GatedSink()
     pump = make(sink)
     fill(pump, sink)
@@ -303,7 +305,9 @@ def test_waiting_for_a_hung_sink_again_and_again_fills_no_queue(make: Callable[.
 # --- Failure ----------------------------------------------------------------------------------------
 
 
-def test_a_failing_sink_stops_no_other_and_is_told_once(make: Callable[..., Pump], report: Report, caplog: Log) -> None:
+def test_a_failing_sink_stops_no_other_and_is_told_once(
+    make: Callable[..., Worker], report: Report, caplog: Log
+) -> None:
     before, failing, after = MemorySink(), FailingSink(), MemorySink()
     pump = make(before, failing, after)
     with caplog.at_level(logging.DEBUG, "tbhooks"):
@@ -322,7 +326,7 @@ def test_a_failing_sink_stops_no_other_and_is_told_once(make: Callable[..., Pump
 
 
 def test_a_step_no_sink_could_write_is_counted_as_dropped(
-    make: Callable[..., Pump], report: Report, caplog: Log
+    make: Callable[..., Worker], report: Report, caplog: Log
 ) -> None:
     pump = make(FailingSink(), FailingSink())
     with caplog.at_level(logging.DEBUG, "tbhooks"):
@@ -334,7 +338,7 @@ def test_a_step_no_sink_could_write_is_counted_as_dropped(
     assert [record.levelname for record in caplog.records] == ["ERROR", "WARNING"]
 
 
-def test_each_kind_of_failure_is_told(make: Callable[..., Pump], report: Report) -> None:
+def test_each_kind_of_failure_is_told(make: Callable[..., Worker], report: Report) -> None:
     sink = FailingSink()
     pump = make(sink, MemorySink())
     for problem in (OSError("disk"), ValueError("value"), OSError("disk, again")):
@@ -348,7 +352,7 @@ def test_each_kind_of_failure_is_told(make: Callable[..., Pump], report: Report)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_sink_that_exits_does_not_end_the_thread(report: Report) -> None:
     good = MemorySink()
-    pump = Pump((FailingSink(SystemExit(1)), good), unchanged, report)
+    pump = Worker((FailingSink(SystemExit(1)), good), unchanged, report)
     pump.submit(Step(make_frame(0)))
     try:
         assert pump.flush(1)
@@ -357,7 +361,7 @@ def test_a_sink_that_exits_does_not_end_the_thread(report: Report) -> None:
         pump.close(0.1)
 
 
-def test_a_judge_that_fails_does_not_lose_the_frame(make: Callable[..., Pump], report: Report) -> None:
+def test_a_judge_that_fails_does_not_lose_the_frame(make: Callable[..., Worker], report: Report) -> None:
     def judge(frame: Frame) -> Frame:
         raise ZeroDivisionError("a rule divides")
 
@@ -372,7 +376,7 @@ def test_a_judge_that_fails_does_not_lose_the_frame(make: Callable[..., Pump], r
     assert report.messages == ["rules: ZeroDivisionError: a rule divides"]
 
 
-def test_sinks_get_what_the_judge_made_of_the_frame(make: Callable[..., Pump]) -> None:
+def test_sinks_get_what_the_judge_made_of_the_frame(make: Callable[..., Worker]) -> None:
     judged = make_frame(7)
     sink = MemorySink()
     pump = make(sink, judge=lambda frame: judged)
@@ -381,7 +385,9 @@ def test_sinks_get_what_the_judge_made_of_the_frame(make: Callable[..., Pump]) -
     assert sink.frames == [judged]
 
 
-def test_a_step_that_cannot_be_read_is_dropped_counted_and_survived(make: Callable[..., Pump], report: Report) -> None:
+def test_a_step_that_cannot_be_read_is_dropped_counted_and_survived(
+    make: Callable[..., Worker], report: Report
+) -> None:
     sink = MemorySink()
     pump = make(sink)
     pump.submit(Step(make_frame(0)))
@@ -396,7 +402,7 @@ def test_a_step_that_cannot_be_read_is_dropped_counted_and_survived(make: Callab
 # --- Flush and close --------------------------------------------------------------------------------
 
 
-def test_flush_waits_for_what_was_submitted_and_flushes_the_sinks(make: Callable[..., Pump]) -> None:
+def test_flush_waits_for_what_was_submitted_and_flushes_the_sinks(make: Callable[..., Worker]) -> None:
     sink = GatedSink()
     pump = make(sink)
     fill(pump, sink)
@@ -406,7 +412,7 @@ def test_flush_waits_for_what_was_submitted_and_flushes_the_sinks(make: Callable
     assert sink.calls == ["flush"]
 
 
-def test_flush_gives_up_in_time_and_says_so(make: Callable[..., Pump]) -> None:
+def test_flush_gives_up_in_time_and_says_so(make: Callable[..., Worker]) -> None:
     sink = GatedSink()
     pump = make(sink)
     fill(pump, sink)
@@ -415,14 +421,14 @@ def test_flush_gives_up_in_time_and_says_so(make: Callable[..., Pump]) -> None:
     assert not sink.calls
 
 
-def test_flush_of_a_pump_that_never_had_anything_is_done_at_once(make: Callable[..., Pump]) -> None:
+def test_flush_of_a_pump_that_never_had_anything_is_done_at_once(make: Callable[..., Worker]) -> None:
     sink = GatedSink()
     pump = make(sink)
     assert pump.flush(10)
     assert not sink.calls
 
 
-def test_close_writes_what_is_left_and_closes_the_sinks_last(make: Callable[..., Pump], report: Report) -> None:
+def test_close_writes_what_is_left_and_closes_the_sinks_last(make: Callable[..., Worker], report: Report) -> None:
     sink = GatedSink()
     pump = make(sink)
     fill(pump, sink)
@@ -433,13 +439,13 @@ def test_close_writes_what_is_left_and_closes_the_sinks_last(make: Callable[...,
     assert (report.errors, report.dropped) == (0, 0)
 
 
-def test_close_closes_sinks_that_never_got_anything(make: Callable[..., Pump]) -> None:
+def test_close_closes_sinks_that_never_got_anything(make: Callable[..., Worker]) -> None:
     sink = GatedSink()
     make(sink).close(10)
     assert sink.calls == ["close"]
 
 
-def test_close_keeps_its_deadline_and_counts_the_loss(make: Callable[..., Pump], report: Report, caplog: Log) -> None:
+def test_close_keeps_its_deadline_and_counts_the_loss(make: Callable[..., Worker], report: Report, caplog: Log) -> None:
     sink = GatedSink()
     pump = make(sink)
     fill(pump, sink)
@@ -450,7 +456,7 @@ def test_close_keeps_its_deadline_and_counts_the_loss(make: Callable[..., Pump],
     assert "0.2 s after close()" in record.message
 
 
-def test_a_sink_slow_to_close_loses_no_step(make: Callable[..., Pump], report: Report) -> None:
+def test_a_sink_slow_to_close_loses_no_step(make: Callable[..., Worker], report: Report) -> None:
     class SlowToClose(MemorySink):
         def close(self) -> None:
             time.sleep(0.5)
@@ -464,7 +470,7 @@ def test_a_sink_slow_to_close_loses_no_step(make: Callable[..., Pump], report: R
     assert report.dropped == 0
 
 
-def test_close_can_be_called_again(make: Callable[..., Pump]) -> None:
+def test_close_can_be_called_again(make: Callable[..., Worker]) -> None:
     sink = GatedSink()
     sink.gate.set()
     pump = make(sink)
@@ -476,7 +482,7 @@ def test_close_can_be_called_again(make: Callable[..., Pump]) -> None:
     assert steps(sink) == [0]
 
 
-def test_after_close_nothing_is_taken_counted_or_waited_for(make: Callable[..., Pump], report: Report) -> None:
+def test_after_close_nothing_is_taken_counted_or_waited_for(make: Callable[..., Worker], report: Report) -> None:
     sink = GatedSink()
     sink.gate.set()
     pump = make(sink)
@@ -491,7 +497,7 @@ def test_after_close_nothing_is_taken_counted_or_waited_for(make: Callable[..., 
     assert (report.errors, report.dropped) == (0, 0)
 
 
-def test_an_abandoned_pump_does_nothing(make: Callable[..., Pump], report: Report) -> None:
+def test_an_abandoned_pump_does_nothing(make: Callable[..., Worker], report: Report) -> None:
     sink = GatedSink()
     pump = make(sink)
     pump.abandon()
@@ -516,7 +522,7 @@ def wait_until_gone(threads: list[threading.Thread]) -> None:
         assert not thread.is_alive()
 
 
-def test_the_thread_starts_when_needed_is_a_daemon_and_ends_with_close(make: Callable[..., Pump]) -> None:
+def test_the_thread_starts_when_needed_is_a_daemon_and_ends_with_close(make: Callable[..., Worker]) -> None:
     wait_until_gone(pump_threads())
     pump = make(MemorySink())
     pump.flush()
@@ -530,7 +536,7 @@ def test_the_thread_starts_when_needed_is_a_daemon_and_ends_with_close(make: Cal
     wait_until_gone([thread])
 
 
-def test_sinks_are_asked_from_one_thread_only(make: Callable[..., Pump]) -> None:
+def test_sinks_are_asked_from_one_thread_only(make: Callable[..., Worker]) -> None:
     asked: list[int] = []
 
     class Curious(MemorySink):
@@ -548,7 +554,7 @@ def test_sinks_are_asked_from_one_thread_only(make: Callable[..., Pump]) -> None
     assert asked[0] != threading.get_ident()
 
 
-def test_a_sink_may_flush_the_pump_it_is_called_from(make: Callable[..., Pump]) -> None:
+def test_a_sink_may_flush_the_pump_it_is_called_from(make: Callable[..., Worker]) -> None:
     class Recursive(MemorySink):
         def write(self, frame: Frame) -> None:
             assert pump.wait(10)
@@ -563,7 +569,7 @@ def test_a_sink_may_flush_the_pump_it_is_called_from(make: Callable[..., Pump]) 
 
 
 def test_many_threads_may_submit_at_once(
-    make: Callable[..., Pump], report: Report, monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., Worker], report: Report, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pump_module, "QUEUE_STEPS", 10_000)
     sink = MemorySink()
@@ -601,7 +607,7 @@ class ClosesWhileWriting(MemorySink):
 def test_a_pump_that_is_ended_from_its_own_thread_writes_in_order(report: Report) -> None:
     gate = threading.Event()
     sink = ClosesWhileWriting(gate)
-    pump = Pump([sink], lambda frame: frame, report)
+    pump = Worker([sink], lambda frame: frame, report)
     sink.finish = pump.finish
     for step in range(3):
         pump.submit(Step(make_frame(step)))
@@ -620,7 +626,7 @@ def test_where_no_thread_can_be_started_steps_are_written_in_order_by_whoever_ha
     gate = threading.Event()
     gate.set()
     sink = ClosesWhileWriting(gate)
-    pump = Pump([sink], lambda frame: frame, report)
+    pump = Worker([sink], lambda frame: frame, report)
     sink.finish = lambda: pump.submit(Step(make_frame(1))) if not sink.frames and not pump._queue else None
     pump.submit(Step(make_frame(0)))
     pump.submit(Step(make_frame(2)))
@@ -629,7 +635,7 @@ def test_where_no_thread_can_be_started_steps_are_written_in_order_by_whoever_ha
 
 
 def test_what_is_never_dropped_is_taken_by_a_full_queue_and_not_counted(
-    make: Callable[..., Pump], report: Report
+    make: Callable[..., Worker], report: Report
 ) -> None:
     sink = GatedSink()
     pump = make(sink)

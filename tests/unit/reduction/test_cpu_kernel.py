@@ -50,7 +50,7 @@ SIZES = (0, 1, 2, 7, 15, 16, 17, 33, 511, 513, 2047, 2048, 2049, 4100)
 def run(version: str, x: Tensor, before: Tensor | None = None) -> tuple[Any, Any]:
     row, counts = torch.full((WIDTH,), 9.0, dtype=torch.float64), torch.ones(SLOTS, dtype=torch.int32)
     if version == "wrapper":
-        minus = cpu.NOWHERE if before is None else before.data_ptr()
+        minus = cpu.NULL if before is None else before.data_ptr()
         cpu.reduce_all([cpu.job(x, row.data_ptr(), counts.data_ptr(), minus)])
     else:
         call = getattr(LIBRARY, f"test_{version}")
@@ -318,14 +318,14 @@ def test_the_threads_are_those_torch_has_already() -> None:
     torch.mm(torch.randn(512, 512), torch.randn(512, 512))
     x.exp_()  # has torch start its threads
     before = len(list(Path("/proc/self/task").iterdir()))
-    cpu.reduce(x, row.data_ptr(), cpu.NOWHERE)
+    cpu.reduce(x, row.data_ptr(), cpu.NULL)
     assert len(list(Path("/proc/self/task").iterdir())) == before
 
 
 def test_a_copy_is_made_while_reading() -> None:
     x = torch.randn(100_003)
     copy, row = torch.zeros_like(x), torch.zeros(WIDTH, dtype=torch.float64)
-    cpu.reduce_all([cpu.job(x, row.data_ptr(), cpu.NOWHERE, cpu.NOWHERE, copy.data_ptr())])
+    cpu.reduce_all([cpu.job(x, row.data_ptr(), cpu.NULL, cpu.NULL, copy.data_ptr())])
     assert torch.equal(x, copy)
     assert row[stats.COUNT] == len(x)
 
@@ -377,7 +377,7 @@ def test_no_thread_of_torch_ends_because_of_it() -> None:
     x, row = torch.randn(1 << 20), torch.zeros(WIDTH, dtype=torch.float64)
     x.exp_()
     before = {task.name for task in Path("/proc/self/task").iterdir()}
-    cpu.reduce(x[: 1 << 17], row.data_ptr(), cpu.NOWHERE)
+    cpu.reduce(x[: 1 << 17], row.data_ptr(), cpu.NULL)
     x.exp_()
     assert before <= {task.name for task in Path("/proc/self/task").iterdir()}
 

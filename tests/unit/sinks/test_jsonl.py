@@ -221,7 +221,7 @@ def test_a_full_disk_is_counted_told_once_and_training_goes_on(
 
 def test_what_has_no_numbers_is_no_line(tmp_path: Path) -> None:
     told = Text("told", "once")
-    path = write(tmp_path / "x.jsonl", make_frame(3), replace(make_frame(0, {}), exhibits=(told,)))
+    path = write(tmp_path / "x.jsonl", make_frame(3), replace(make_frame(0, {}), artifacts=(told,)))
     assert [frame.step for frame in read(path)] == [3]
 
 

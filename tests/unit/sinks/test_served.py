@@ -67,7 +67,7 @@ def server(
 
 
 def shown(frames: list[Frame], kind: type) -> dict[int, list[Any]]:
-    return {frame.step: [each for each in frame.exhibits if isinstance(each, kind)] for frame in frames}
+    return {frame.step: [each for each in frame.artifacts if isinstance(each, kind)] for frame in frames}
 
 
 def test_pictures_are_served_as_painted(server: Server, run: tuple[Path, list[Frame]]) -> None:
