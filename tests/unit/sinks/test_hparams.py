@@ -207,8 +207,8 @@ def test_numbers_that_would_not_arrive_as_they_are_become_texts(given: float) ->
 @pytest.mark.parametrize(
     ("values", "metrics", "message"),
     [
-        ({}, (), 'hparams() must be a dict such as'),
-        ([("lr", 1)], (), 'hparams() must be a dict such as'),
+        ({}, (), "hparams() must be a dict such as"),
+        ([("lr", 1)], (), "hparams() must be a dict such as"),
         ({1: 2}, (), "a key of hparams must be a non-empty string, got 1"),
         ({"": 2}, (), "a key of hparams must be a non-empty string"),
         ({"a": {"": 2}}, (), "a key of hparams must be a non-empty string"),
