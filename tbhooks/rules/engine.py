@@ -53,7 +53,7 @@ class Judge:
             self._widespread = {f.rule: self._place(f) for f in found if f.evidence.get("others")}
         if found:
             frame = replace(frame, findings=tuple(found))
-            self._history.judged(frame)
+            self._history.replace_newest(frame)
         return frame
 
     def _follow(self, finding: Finding) -> Finding:

@@ -13,12 +13,12 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from tbhooks.data.errors import ArgumentError, check_names
-from tbhooks.data.findings import once_each
 from tbhooks.data.frame import ALL_KINDS, EVALUATION, Finding, Frame
 from tbhooks.data.history import History
 from tbhooks.data.self_report import Report, Stats
@@ -38,22 +38,20 @@ SAVED_EVERY_S = 30.0
 CELL_ENDS = "post_run_cell"
 
 
-class Watching(Protocol):
-    """What a live view needs of a watch; nothing of it waits, but for `_loop` and `_pump`."""
+@dataclass(frozen=True, eq=False)
+class Source:
+    """What a live view reads of a watch. Only `settle` waits."""
 
-    _history: History
-    _judge: Any
-    _replayed: list[Finding]
-    _report: Report
-    _kinds: tuple[str, ...]
-    _closed: bool
-    _session: Any
-    _worker: Any
-
-    @property
-    def stats(self) -> Stats: ...
-
-    def _follow(self, follower: Any) -> None: ...
+    history: History
+    report: Report
+    kinds: tuple[str, ...]
+    findings: Callable[[], Sequence[Finding]]
+    """The findings so far, oldest first."""
+    stats: Callable[[], Stats]
+    follow: Callable[[Live], None]
+    """Has `frame` and `closed` of the view called from now on; does nothing if the watch is closed."""
+    settle: Callable[[float], None]
+    """Waits at most so many seconds until the steps that have ended are in the history."""
 
 
 class Screen(Protocol):
@@ -88,7 +86,7 @@ class Pace:
             self._due = ended + max(SHORTEST_PAUSE_S, (ended - started) / DRAWING_SHARE)
 
 
-_views: weakref.WeakKeyDictionary[Watching, dict[tuple[str, str], Live]] = weakref.WeakKeyDictionary()
+_views: weakref.WeakKeyDictionary[object, dict[tuple[str, str], Live]] = weakref.WeakKeyDictionary()
 
 
 class Live:
@@ -98,13 +96,13 @@ class Live:
     by itself: `print(view)` writes it as text.
     """
 
-    def __init__(self, watching: Watching, kind: str, stat: str) -> None:
+    def __init__(self, source: Source, kind: str, stat: str) -> None:
         self.updates = 0
         """How often it was drawn."""
         self.seconds = 0.0
         """Time spent on drawing, and on taking in what is drawn."""
         self.followed = Followed(kind, stat)
-        self._watching = watching
+        self._source = source
         # Frames come from the pump's thread, choices from the kernel's, the end of a cell from the main thread.
         self._lock = threading.RLock()
         self._pace = Pace()
@@ -118,16 +116,16 @@ class Live:
 
     @classmethod
     def start(
-        cls, watching: Watching, kind: str = "activation", stat: str = "std", interactive: bool | None = None
-    ) -> Live:
+        cls, watch: object, kind: str = "activation", stat: str = "std", interactive: bool | None = None,
+        **source: Any,
+    ) -> Live:  # fmt: skip
         """Follows the watch from now on, and shows what it remembers of the time before. See `Watch.live`."""
-        _check(watching, kind, stat)
+        live = cls(Source(**source), kind, stat)
+        _check(live._source, kind, stat)
         shell = _kernel_shell()
         with_widget = _wants_widget(interactive, shell)
-        live = cls(watching, kind, stat)
-        if not watching._closed:
-            watching._follow(live)
-        before = _views.setdefault(watching, {})
+        live._source.follow(live)
+        before = _views.setdefault(watch, {})
         if (kind, stat) in before:  # the cell was run again: the output of the old one is gone
             before[kind, stat].stop()
         before[kind, stat] = live
@@ -193,20 +191,19 @@ class Live:
 
     def told(self) -> panel.Told:
         """What is to be said besides the numbers."""
-        watching = self._watching
-        findings = sorted([*watching._replayed, *watching._judge.findings], key=lambda finding: finding.step)
+        source = self._source
         return panel.Told(
-            once_each(findings), tuple(_troubles(watching.stats)), "ended" if self._ended else "following"
+            list(source.findings()), tuple(_troubles(source.stats())), "ended" if self._ended else "following"
         )
 
     @property
     def history(self) -> History:
         """The frames the watch remembers; reading it does not wait."""
-        return self._watching._history
+        return self._source.history
 
     def choose(self, kind: str, stat: str) -> None:
         """Shows another statistic, of all frames the watch remembers. An ArgumentError if there is no such one."""
-        _check(self._watching, kind, stat)
+        _check(self._source, kind, stat)
         with self._lock, self._guarded():
             self.followed, self._newest = Followed(kind, stat), None
             self._draw(whole=False)
@@ -237,7 +234,7 @@ class Live:
             except Exception as problem:  # a notebook whose widgets are broken still has the other view
                 if required:
                     raise
-                self._watching._report.error("live view", problem)
+                self._source.report.error("live view", problem)
         with self._lock, self._guarded():
             self._show_here()
         if not self._ended:
@@ -262,8 +259,7 @@ class Live:
     def _cell_ends(self, _result: object = None) -> None:
         """Whoever saves the notebook when a cell has ended saves the last step, too."""
         with self._guarded(counted=False):
-            self._watching._session.settle()
-            self._watching._worker.wait(PATIENCE_S)
+            self._source.settle(PATIENCE_S)
         with self._lock, self._guarded():
             if self._fresh and not self._ended:
                 self._draw(whole=True)
@@ -279,7 +275,7 @@ class Live:
         try:
             yield
         except Exception as problem:
-            self._watching._report.error("live view", problem)
+            self._source.report.error("live view", problem)
         finally:
             self.seconds += counted * (time.perf_counter() - started)
 
@@ -319,13 +315,13 @@ def _key(frame: Frame) -> tuple[int, float, bool]:
     return frame.step, frame.time, frame.is_evaluation
 
 
-def _check(watching: Watching, kind: str, stat: str) -> None:
+def _check(source: Source, kind: str, stat: str) -> None:
     """Raises for what this watch cannot show."""
     check_names("kind", (kind,), (*ALL_KINDS, *(EVALUATION + name for name in ALL_KINDS)))
     check_names("stat", (stat,), STAT_NAMES)
     plain = kind.removeprefix(EVALUATION)
-    if plain not in watching._kinds:
-        raise ArgumentError(f"this watch does not read {plain!r}: it was made with kinds={watching._kinds}")
+    if plain not in source.kinds:
+        raise ArgumentError(f"this watch does not read {plain!r}: it was made with kinds={source.kinds}")
     if stat == "ratio" and plain != "update":
         raise ArgumentError(f"only an update has a ratio, not {kind!r}: kind='update'")
 

@@ -192,7 +192,7 @@ def test_a_finding_that_comes_while_earlier_ones_are_being_written_is_written_to
     )
     with tbhooks.watch(nn.Linear(2, 1), rules=()) as w:
         w._unwritten = Interrupted(first, later)
-        written = [w._judged(make_frame(step)).findings for step in range(3)]
+        written = [w._actions.judge(make_frame(step)).findings for step in range(3)]
     assert [finding for findings in written for finding in findings] == [first, later]
 
 
