@@ -136,7 +136,7 @@ def as_text(layers: Layers) -> str:
 
 
 def ends(rows: Sequence[list[str]]) -> tuple[list[list[str]], list[list[str]], int]:
-    """The first and the last rows of a long table, and the number of rows between. A short table has only first rows."""
+    """The first and the last rows of a long table, and the number between. A short table has only first rows."""
     if len(rows) <= MOST_ROWS:
         return list(rows), [], 0
     return list(rows[:ENDS]), list(rows[-ENDS:]), len(rows) - 2 * ENDS
