@@ -55,7 +55,7 @@ class Watch(WatchRequests):
     ) -> None:  # fmt: skip
         self._report = Report(is_quiet=place.rank != 0)
         self._history = History()
-        self._judge = judgement.Judge(rules, self._history)
+        self._judge = judgement.RuleEngine(rules, self._history)
         self._reactions = Reactions(self._report)
         self._replayed: list[Finding] = []
         self._unwritten: list[Finding] = []

@@ -39,7 +39,7 @@ from tbhooks.data.history import History
 from tbhooks.data.peek_result import Output, Peeked
 from tbhooks.data.self_report import Report
 from tbhooks.reduction.torch_rows import has_no_data
-from tbhooks.rules import RULES, Judge, Rule, dead_units, saturated, vanishing_gradient
+from tbhooks.rules import RULES, Rule, RuleEngine, dead_units, saturated, vanishing_gradient
 
 MOST_KEPT_BYTES = 256 << 20
 """What `keep=` may take of the host's memory; what does not fit is left out, and named in the notes."""
@@ -82,7 +82,7 @@ def peek(model: nn.Module, /, *args: Any, loss: Loss = None, keep: Any = None, *
     with _watches_paused(model), untouched(model, dict(tensor_tree.inputs(args, kwargs))) as unrestored:
         notes = _run(model, args, kwargs, loss, collector, recorder, report)
         frame = _frame(recorder)
-    judged = Judge(ONE_PASS_RULES, History())(frame)
+    judged = RuleEngine(ONE_PASS_RULES, History())(frame)
     return Peeked(
         **{field.name: getattr(judged, field.name) for field in fields(Frame)},
         outputs=collector.outputs, kept=collector.kept,
