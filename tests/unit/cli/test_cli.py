@@ -56,7 +56,7 @@ def test_the_demo_shows_a_sick_network_beside_the_healthy_one(tmp_path: Path) ->
 def test_the_demo_refuses_a_wrong_every(tmp_path: Path) -> None:
     done = run("demo", "--every", "0", cwd=tmp_path)
     assert done.returncode == 1
-    assert "every is a whole number of at least 1" in done.stderr
+    assert "every must be an integer >= 1" in done.stderr
 
 
 def check_what_the_run_tells(tmp_path: Path) -> None:
