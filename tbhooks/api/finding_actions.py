@@ -13,7 +13,7 @@ from tbhooks.data.findings import Findings, once_each
 from tbhooks.data.frame import Finding, Frame
 from tbhooks.data.history import History
 from tbhooks.data.self_report import Report
-from tbhooks.rules import Judge, Rule
+from tbhooks.rules import Rule, RuleEngine
 
 
 class FindingActions:
@@ -21,7 +21,7 @@ class FindingActions:
 
     def __init__(self, rules: tuple[Rule, ...], history: History, report: Report) -> None:
         self.should_stop = False
-        self._judge = Judge(rules, history)
+        self._engine = RuleEngine(rules, history)
         self._history = history
         self._report = report
         self._callbacks: list[Callable[[Finding], Any]] = []
@@ -34,7 +34,7 @@ class FindingActions:
     @property
     def findings(self) -> Findings:
         """All findings so far, oldest first, one for each rule and site."""
-        findings = [*self._nonfinite, *self._judge.findings]
+        findings = [*self._nonfinite, *self._engine.findings]
         return Findings(once_each(sorted(findings, key=lambda finding: finding.step)))
 
     def on_finding(self, action: object) -> None:
@@ -53,9 +53,9 @@ class FindingActions:
 
     def judge(self, frame: Frame) -> Frame:
         """Returns the frame with the findings of the rules and of `nonfinite`. Called in the background thread."""
-        known = len(self._judge.findings)
-        frame = self._judge(frame)
-        for finding in self._judge.findings[known:]:
+        known = len(self._engine.findings)
+        frame = self._engine(frame)
+        for finding in self._engine.findings[known:]:
             self._act_on(finding)
         unwritten = [finding for finding in self._unwritten if finding.step <= frame.step] if frame.sites else []
         for finding in unwritten:  # one by one: the training thread may be adding another

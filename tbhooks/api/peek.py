@@ -38,7 +38,7 @@ from tbhooks.data.history import History
 from tbhooks.data.peek_result import Output, Peeked
 from tbhooks.data.self_report import Report
 from tbhooks.reduction.torch_rows import has_no_data
-from tbhooks.rules import RULES, Judge, Rule, dead_units, saturated, vanishing_gradient
+from tbhooks.rules import RULES, Rule, RuleEngine, dead_units, saturated, vanishing_gradient
 
 MOST_KEPT_BYTES = 256 << 20
 """How much host memory `keep=` may take. Tensors that do not fit are left out, and named in the notes."""
@@ -88,7 +88,7 @@ def peek(model: nn.Module, /, *args: Any, loss: Loss = None, keep: Any = None, *
     with _watches_paused(model), untouched(model, dict(tensor_tree.inputs(args, kwargs))) as unrestored:
         notes = _run(model, args, kwargs, loss, observer, recorder, report)
         frame = _frame(recorder)
-    judged = Judge(ONE_PASS_RULES, History())(frame)
+    judged = RuleEngine(ONE_PASS_RULES, History())(frame)
     return Peeked(
         **{field.name: getattr(judged, field.name) for field in fields(Frame)},
         outputs=observer.outputs, kept=observer.kept,

@@ -262,6 +262,10 @@ class Frame:
     def __contains__(self, key: object) -> bool:
         return key in self._index
 
+    def position(self, name: str, kind: str) -> int | None:
+        """The index of a site in `sites`, `values` and `buckets`; None if the frame has no such site."""
+        return self._index.get((name, kind))
+
     def stat(self, name: str) -> Floats:
         """One statistic of every site, in the order of `sites`. Raises an `ArgumentError` for an unknown name."""
         return stats.stat(name, self.values, self.buckets)
