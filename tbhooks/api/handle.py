@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -17,6 +17,7 @@ from tbhooks.capture.dynamo import dynamo_disable
 from tbhooks.capture.session import CaptureSession
 from tbhooks.capture.step import evaluation
 from tbhooks.collectors import channels, embeddings, images
+from tbhooks.data.display import display, mimebundle
 from tbhooks.data.errors import ArgumentError, check_integer
 from tbhooks.data.findings import Findings
 from tbhooks.data.frame import Finding, Frame
@@ -300,8 +301,6 @@ class Watch:
         It is drawn in the background, at most twice a second. `interactive=True` adds controls and needs
         `tbhooks[jupyter]`; None uses them if they are installed. Returns the view.
         """
-        from tbhooks.views import display  # noqa: PLC0415  loaded only when something is shown
-
         self._lifecycle.check_open()
         live: LiveView = display(
             "live", self, kind, stat, interactive, history=self._history, report=self._report, kinds=self._kinds,
@@ -346,13 +345,7 @@ class Watch:
         state = "closed" if life.is_closed else f"step {session.clock.count}" if life.is_active else "idle"
         return f"<Watch: {state}, {session.logged} steps logged, {len(self._actions.findings)} findings>"
 
-    def _repr_mimebundle_(
-        self, include: Collection[str] | None = None, exclude: Collection[str] | None = None
-    ) -> dict[str, str]:
-        from tbhooks.views import display  # noqa: PLC0415  loaded only when something is shown
-
-        bundle: dict[str, str] = display("watch", self, include, exclude)
-        return bundle
+    _repr_mimebundle_ = mimebundle("watch")
 
 
 def lifecycle_of(watch: Watch) -> Lifecycle:

@@ -36,7 +36,7 @@ from tbhooks.data.errors import ArgumentError, invalid_argument, nearest
 from tbhooks.data.frame import Frame
 from tbhooks.data.history import History
 from tbhooks.data.peek_result import Output, Peeked
-from tbhooks.data.self_report import Report
+from tbhooks.data.self_report import Report, listed
 from tbhooks.reduction.torch_rows import has_no_data
 from tbhooks.rules import RULES, Rule, RuleEngine, dead_units, saturated, vanishing_gradient
 
@@ -262,12 +262,7 @@ def _backward(loss: Tensor, model: nn.Module, begin: int) -> None:
 def _without_gradient(model: nn.Module) -> list[str]:
     parameters = selection.parameters(selection.walk(model).by_path)
     names = [path for path, one in parameters.items() if one.requires_grad and one.grad is None]
-    return [f"no gradient reached {_listed(names)}: the loss does not depend on it"] if names else []
-
-
-def _listed(names: list[str], most: int = 8) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+    return [f"no gradient reached {listed(names)}: the loss does not depend on it"] if names else []
 
 
 def _frame(recorder: Recorder) -> Frame:
@@ -320,12 +315,12 @@ class _PeekObserver(Observer):
         """What the user must know about the kept tensors."""
         left_out = [f"{name} ({size / 2**20:.1f} MB)" for name, size in self._sizes.items() if name not in self.kept]
         if left_out:
-            yield f"not kept, because keep= is limited to {MOST_KEPT_BYTES / 2**20:.0f} MB: {_listed(left_out)}"
+            yield f"not kept, because keep= is limited to {MOST_KEPT_BYTES / 2**20:.0f} MB: {listed(left_out)}"
         again = [f"{name} ({calls} calls)" for name, calls in self._calls.items() if calls > 1]
         if again:
-            yield f"only the last call was kept: {_listed(again)}"
+            yield f"only the last call was kept: {listed(again)}"
         if self._paths_to_keep and not self._calls:
-            yield f"nothing was kept: no call of {_listed(sorted(self._paths_to_keep))} returned a tensor"
+            yield f"nothing was kept: no call of {listed(sorted(self._paths_to_keep))} returned a tensor"
 
 
 def _shape(tensor: Tensor) -> tuple[int, ...]:

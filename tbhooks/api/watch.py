@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -90,15 +90,21 @@ def watch(
     chosen_rules = shipped_rules.choose(rules)
     make_sinks = partial(writers.make_sinks, scalars=scalars, model_name=environment.model_name(model))
     writers.check_writers(writer)
-    is_first = this_rank() == 0
-    sinks = make_sinks(writer) if is_first else ()
+    sinks = make_sinks(writer) if this_rank() == 0 else ()
     context = RankContext(this_rank(), first_step=_first_step(sinks))
     if ranks == MERGE:
         context = join(describe(model, selector, kinds, schedule, step), context.first_step)
+    return _start(model, selector, kinds, schedule, step, context, sinks, chosen_rules, make_sinks)
 
+
+def _start(
+    model: nn.Module, selector: Selector, kinds: tuple[str, ...], schedule: Schedule, step: str, context: RankContext,
+    sinks: tuple[Sink, ...], rules: tuple[shipped_rules.Rule, ...], make_sinks: Callable[[Any], tuple[Sink, ...]],
+) -> Watch:  # fmt: skip
+    """Builds and connects the parts of a watch, and starts it."""
     report = Report(is_quiet=context.rank != 0)
     history = History()
-    actions = FindingActions(chosen_rules if is_first else (), history, report)
+    actions = FindingActions(rules if context.rank == 0 else (), history, report)
     # A rank of a distributed job may be killed at any time: each step is flushed.
     worker = Worker(sinks, actions.judge, report, flushes=is_in_job())
     session = CaptureSession(model, selector, kinds, schedule, step, context, worker.submit, report)
@@ -107,7 +113,7 @@ def watch(
     watching = Watch(session, worker, life, actions, history, kinds, make_sinks)
     if any(kind.__module__.partition(".")[0] == "keras" for kind in type(model).__mro__):
         report.log_once(KERAS)
-    if not context.is_idle:
+    if life.is_active:
         life.start()
     return watching
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Any
 
+from tbhooks.data.display import mimebundle
 from tbhooks.data.frame import Finding, Frame, Site
 
 SEVERITIES = ("error", "warning", "info")
@@ -13,13 +14,7 @@ SEVERITIES = ("error", "warning", "info")
 class Findings(list[Finding]):
     """A list of `Finding`s that shows itself as a table in notebooks. Returned by `Watch.findings`."""
 
-    def _repr_mimebundle_(
-        self, include: Collection[str] | None = None, exclude: Collection[str] | None = None
-    ) -> dict[str, str]:
-        from tbhooks.views import display  # noqa: PLC0415  loaded only when something is shown
-
-        bundle: dict[str, str] = display("findings", self, include, exclude)
-        return bundle
+    _repr_mimebundle_ = mimebundle("findings")
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         """For IPython in a terminal, which would print any list in its own way."""

@@ -5,7 +5,7 @@ Frames are what capture passes to delivery. They are immutable, in host memory, 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -16,6 +16,7 @@ import numpy as np
 from tbhooks.data import rank_spread as spread
 from tbhooks.data import stats
 from tbhooks.data.artifacts import Artifact
+from tbhooks.data.display import Names, display, mimebundle
 from tbhooks.data.errors import ArgumentError, UnknownSiteError, nearest
 from tbhooks.data.rank_spread import Spread
 from tbhooks.data.stats import BUCKETS, COLUMNS, STAT_NAMES, Counts, Floats
@@ -111,11 +112,7 @@ class Finding:
         site = None if data["site"] is None else Site(*data["site"])
         return cls(data["step"], site, data["rule"], data["severity"], data["message"], data["evidence"])
 
-    def _repr_mimebundle_(
-        self, include: Collection[str] | None = None, exclude: Collection[str] | None = None
-    ) -> dict[str, str]:
-        from tbhooks.views import display  # noqa: PLC0415  loaded only when something is shown
-
+    def _repr_mimebundle_(self, include: Names = None, exclude: Names = None) -> dict[str, str]:
         bundle: dict[str, str] = display("findings", [self], include, exclude)
         return bundle
 
@@ -303,41 +300,25 @@ class Frame:
 
     def compare(self, other: Frame) -> Any:
         """Compares this frame with another one. Returns a `FrameComparison`; its `changes` begin with the largest."""
-        from tbhooks.views import display  # noqa: PLC0415  loaded only when something is shown
-
         return display("compare", self, other)
 
     def figure(self, width: float = 7.0) -> Figure:
         """Returns a matplotlib figure of activations, gradient norms and zeros by layer. Needs `tbhooks[plot]`."""
-        from tbhooks.views import display  # noqa: PLC0415  loaded only when something is shown
-
         figure: Figure = display("figure", self, width)
         return figure
 
     def ridgeline(self, kind: str = "activation", width: float = 7.0) -> Figure:
         """Returns a matplotlib figure of the histograms of one kind, one line per layer. Needs `tbhooks[plot]`."""
-        from tbhooks.views import display  # noqa: PLC0415  loaded only when something is shown
-
         figure: Figure = display("ridgeline", self, kind, width)
         return figure
 
     def to_pandas(self) -> pd.DataFrame:
         """Returns a DataFrame with one row per site: `step path index kind`, all statistics, and outputs of `peek`."""
-        from tbhooks.views import display  # noqa: PLC0415  loaded only when something is shown
-
         return display("dataframe", [self])
 
-    def _repr_mimebundle_(
-        self, include: Collection[str] | None = None, exclude: Collection[str] | None = None
-    ) -> dict[str, str]:
-        from tbhooks.views import display  # noqa: PLC0415  loaded only when something is shown
-
-        bundle: dict[str, str] = display("frame", self, include, exclude)
-        return bundle
+    _repr_mimebundle_ = mimebundle("frame")
 
     def __str__(self) -> str:
-        from tbhooks.views import display  # noqa: PLC0415  loaded only when something is shown
-
         return str(display("frame_text", self))
 
     def __repr__(self) -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, overload
 
 import numpy as np
 
 from tbhooks.data import rank_spread
+from tbhooks.data.display import display, mimebundle
 from tbhooks.data.errors import ArgumentError, UnknownSiteError, nearest
 from tbhooks.data.frame import Frame
 from tbhooks.data.stats import STAT_NAMES, Floats
@@ -119,8 +120,6 @@ class History:
 
     def figure(self, stat: str = "std", kind: str = "gradient", width: float = 7.0) -> Figure:
         """Returns a matplotlib heat map of one statistic, layers by steps. Needs `tbhooks[plot]`."""
-        from tbhooks.views import display  # noqa: PLC0415  loaded only when something is shown
-
         figure: Figure = display("heatmap", self, stat, kind, width)
         return figure
 
@@ -129,17 +128,9 @@ class History:
 
         Evaluations have kinds such as `eval.activation`. Frames without histograms have no quantiles.
         """
-        from tbhooks.views import display  # noqa: PLC0415  loaded only when something is shown
-
         return display("dataframe", self[:])
 
-    def _repr_mimebundle_(
-        self, include: Collection[str] | None = None, exclude: Collection[str] | None = None
-    ) -> dict[str, str]:
-        from tbhooks.views import display  # noqa: PLC0415  loaded only when something is shown
-
-        bundle: dict[str, str] = display("history", self, include, exclude)
-        return bundle
+    _repr_mimebundle_ = mimebundle("history")
 
     def __repr__(self) -> str:
         steps = f", steps {self._frames[0].step} to {self._frames[-1].step}" if self._frames else ""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from tbhooks.data.display import display
 from tbhooks.data.errors import ArgumentError, nearest
 from tbhooks.data.frame import Frame
 
@@ -59,6 +60,4 @@ class Peeked(Frame):
         if name not in self.kept:
             hint = nearest(str(name), self.kept) if self.kept else "nothing was kept; use peek(model, x, keep=...)"
             raise ArgumentError(f"{name!r} was not kept: {hint}")
-        from tbhooks.views import display  # noqa: PLC0415  loaded only when something is shown
-
         return display("image_grid", self.kept[name], **options)

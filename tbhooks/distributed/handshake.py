@@ -17,6 +17,7 @@ from torch import nn
 from tbhooks.capture import selection, sharded_tensors
 from tbhooks.capture.schedule import Schedule
 from tbhooks.data.frame import ROOT
+from tbhooks.data.self_report import listed
 
 # About how many sites of each kind a module has. It decides the size of the buffer; sites that do not fit are left out.
 _SITES_PER_MODULE = {"activation": 1, "gradient": 1, "input": 1, "functional": 4}
@@ -93,8 +94,7 @@ def _model_difference(a: int, one: dict[str, Any], b: int, other: dict[str, Any]
         for has, has_not, x, y in ((one, other, a, b), (other, one, b, a)):
             missing = [path for path in has[what] if path not in has_not[what]]
             if missing:
-                more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-                return f"the model differs: rank {x} has {', '.join(missing[:3])}{more}, and rank {y} has not"
+                return f"the model differs: rank {x} has {listed(missing, most=3)}, and rank {y} has not"
     for path, kind in one["modules"].items():
         if kind != other["modules"][path]:
             name = "it" if path == ROOT else path

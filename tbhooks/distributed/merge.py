@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from tbhooks.data import rank_spread, stats
 from tbhooks.data.frame import EVALUATION_SINCE, NONFINITE_SINCE, RAW_GRADIENT_NORM, SKIPPED, Site
 from tbhooks.data.jsonable import parse_number, to_jsonable
+from tbhooks.data.self_report import listed
 from tbhooks.data.stats import Counts, Floats
 from tbhooks.data.step_table import PARAMETER_KINDS, RANKS, Integers, MergedStep, StepTable
 
@@ -289,9 +290,7 @@ def _notes(sites: list[Site], apart: list[int], missing: set[int]) -> Iterable[s
     for kind, why in _APART.items():
         names = [sites[i].path for i in apart if sites[i].kind == kind]
         if names:
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            what = f"the {kind}s of {', '.join(names[:3])}{more} differ between ranks"
-            yield f"{what}: {why}. The statistics are over all of them"
+            yield f"the {kind}s of {listed(names, most=3)} differ between ranks: {why}. Statistics are over all of them"
 
 
 def _merge_scalars(scalars: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from tbhooks.data.artifacts import Text
+from tbhooks.data.display import mimebundle
 from tbhooks.drawing.text import printable, shape
 
 TAG = "tbhooks/summary"
@@ -190,10 +191,4 @@ class Summary:
         layers = self.layers
         return f"<Summary: {layers.model}, {len(layers.layers)} layers, {layers.parameters:,} parameters>"
 
-    def _repr_mimebundle_(
-        self, include: Collection[str] | None = None, exclude: Collection[str] | None = None
-    ) -> dict[str, str]:
-        from tbhooks.views import display  # noqa: PLC0415  loaded only when something is shown
-
-        bundle: dict[str, str] = display("summary", self, include, exclude)
-        return bundle
+    _repr_mimebundle_ = mimebundle("summary")

@@ -337,7 +337,7 @@ def wait(pump, timeout_s):
     print("wait", timeout_s, flush=True)
     return stock_wait(pump, timeout_s)
 
-stock_wait, tbhooks.delivery.worker.Pump.wait = tbhooks.delivery.worker.Pump.wait, wait
+stock_wait, tbhooks.delivery.worker.Worker.wait = tbhooks.delivery.worker.Worker.wait, wait
 sys.modules["tbhooks.api.lifecycle"].EXIT_DEADLINE_S = sys.modules["tbhooks.api.lifecycle"].SIGTERM_DEADLINE_S = 1.5
 watched = []
 for sink in [Hung(), Hung(), Hung(), tbhooks.JsonlSink("run/f.jsonl"), Hung()]:
@@ -531,8 +531,8 @@ model, optimizer = make()
 w = tbhooks.watch(model, {writer}, every=1)
 for _ in range(30):
     train_step(model, optimizer)
-w._loop.settle()
-w._pump.wait()
+w._session.settle()
+w._worker.wait()
 os.kill(os.getpid(), signal.SIGKILL)
 """)
     assert (status, err) == (-signal.SIGKILL, "")
