@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from xml.etree import ElementTree
+from xml.etree import ElementTree as ET
 
 VENV = Path(sys.prefix)
 CHROMIUM = Path("/usr/bin/chromium")
@@ -98,7 +98,7 @@ def read(report: Path) -> tuple[Counter[str], Counter[str]]:
     """How many tests ended how, and the reasons of those that were skipped, from pytest's XML report."""
     counts: Counter[str] = Counter(passed=0, failed=0, skipped=0)
     reasons: Counter[str] = Counter()
-    for case in ElementTree.parse(report).iter("testcase"):
+    for case in ET.parse(report).iter("testcase"):
         skipped = case.find("skipped")
         if case.find("failure") is not None or case.find("error") is not None:
             counts["failed"] += 1
@@ -117,7 +117,7 @@ def main(arguments: list[str]) -> int:
     if unknown := [name for name in named if name not in GROUPS]:
         parser.error(f"no such group: {', '.join(unknown)}; there are {', '.join(GROUPS)}")
     results = [run(name) for name in named or GROUPS]
-    print("\n" + "\n".join(result.line for result in results))
+    sys.stdout.write("\n" + "".join(f"{result.line}\n" for result in results))
     refused = [name for name in named if GROUPS[name].missing()]
     return int(bool(refused) or any(result.failed for result in results))
 
