@@ -119,9 +119,11 @@ class Extras:
             return
         if directory is None or is_remote(directory):
             raise ArgumentError("profile() writes into the run: give watch() a local directory or a SummaryWriter")
-        traces, observer = Path(directory) / "tbhooks-profile", self._session.observer
-        profile = Profile(first, last, traces, observer, self._worker.submit, self._report)
-        self._session.profiles.append(profile)
+        traces, session = Path(directory) / "tbhooks-profile", self._session
+        profile = Profile(
+            first, last, traces, session.forwards, session.observer.gate, self._worker.submit, self._report
+        )
+        session.profiles.append(profile)
         if first == now:
             profile.start()
 

@@ -153,7 +153,7 @@ class Lifecycle:
         self.report.forked()
         self.session.forked()
         self.session.abandon()
-        self.session.forget_everyone()
+        self.session.disconnect()
 
     def _end(self, *, failed: bool) -> None:
         while self._at_end:

@@ -107,8 +107,9 @@ def _start(
     actions = FindingActions(rules if context.rank == 0 else (), history, report)
     # A rank of a distributed job may be killed at any time: each step is flushed.
     worker = Worker(sinks, actions.judge, report, flushes=is_in_job())
-    session = CaptureSession(model, selector, kinds, schedule, step, context, worker.submit, report)
-    session.raises = actions.raise_if_asked
+    session = CaptureSession(
+        model, selector, kinds, schedule, step, context, worker.submit, actions.raise_if_asked, report
+    )
     life = Lifecycle(weakref.ref(unwrap(model)), session, worker, sinks, context, report)
     watching = Watch(session, worker, life, actions, history, kinds, make_sinks)
     if any(kind.__module__.partition(".")[0] == "keras" for kind in type(model).__mro__):

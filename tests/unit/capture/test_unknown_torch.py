@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,16 +14,10 @@ import tbhooks
 from tbhooks.capture import compilation, dynamo, tensor_tree
 from tbhooks.capture.hooks import hook_types
 from tbhooks.reduction import torch_private
-from tests.support.compiling import Graphs, Trial, operations, reset
+from tests.support import compiling
+from tests.support.compiling import Graphs, Trial, operations
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
-
-
-@pytest.fixture(autouse=True)
-def _nothing_compiled() -> Iterator[None]:
-    reset()
-    yield
-    reset()
+pytestmark = compiling.ISOLATED
 
 
 def train(trial: Trial, fullgraph: bool, backend: Any = None) -> None:
@@ -65,7 +58,7 @@ def test_hooks_that_dynamo_cannot_trace_are_left_out_of_the_graph(
         return tensor_tree.tensors(output)
 
     bare = Trial(lambda trial: train(trial, fullgraph), compiled=True, is_watched=False)
-    monkeypatch.setattr(hook_types, "outputs", type("outputs", (), {"tensors": staticmethod(untraceable)}))
+    monkeypatch.setattr(hook_types, "tensor_tree", type("outputs", (), {"tensors": staticmethod(untraceable)}))
     trial = Trial(lambda trial: train(trial, fullgraph), compiled=True, is_watched=True)
     watching = trial.watches[0]
     assert trial.left == bare.left
