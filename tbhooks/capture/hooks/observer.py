@@ -24,7 +24,7 @@ from tbhooks.capture.hooks.reducing import reduce_and_note
 from tbhooks.capture.hooks.step_context import StepContext
 from tbhooks.capture.recorder import NO_SITE, Recorder
 from tbhooks.data.frame import EVALUATION_SINCE, ROOT, Site
-from tbhooks.data.self_report import Report, described
+from tbhooks.data.self_report import Report, describe_exception
 
 # A hook that has failed on so many logged steps in a row is not called any more.
 MOST_FAILURES = 3
@@ -190,7 +190,7 @@ class Observer(Reader):
         hook.failures += 1
         self._failing[hook.path] = hook
         gives_up = f"; given up after {MOST_FAILURES} logged steps in a row" if hook.failures >= MOST_FAILURES else ""
-        self._report.cannot_see_now(hook.path, f"its hook failed: {described(problem)}{gives_up}")
+        self._report.mark_unseen(hook.path, f"its hook failed: {describe_exception(problem)}{gives_up}", replace=True)
         self._report.error(f"hook on {hook.path}", problem)
 
     def _forgive(self, seen: StepContext) -> None:
@@ -199,7 +199,7 @@ class Observer(Reader):
             if not hook.broken and path in seen.called:
                 hook.failures = 0
                 del self._failing[path]
-                self._report.sees(path)
+                self._report.mark_seen(path)
 
     def _read_evaluated(self, recorder: Recorder, hook: ForwardHook, output: object) -> None:
         for index, tensor in tensor_tree.tensors(output) if hook.reads_outputs else ():

@@ -29,7 +29,7 @@ from tbhooks.capture.hooks.passes import Admission, Pass, Passes
 from tbhooks.capture.hooks.reducing import note_readable, reduced
 from tbhooks.capture.hooks.step_context import StepContext
 from tbhooks.capture.recorder import NO_SITE, Recorder
-from tbhooks.data.self_report import Report, described
+from tbhooks.data.self_report import Report, describe_exception
 from tbhooks.reduction.torch_rows import has_no_data
 
 NOT_TRAINED = (
@@ -214,7 +214,7 @@ class Reader:
                     for site in others:
                         self._recorder.share(site, span, seen.running)
         except Exception as problem:
-            hook.failure = f"its gradient hook failed: {described(problem)}"
+            hook.failure = f"its gradient hook failed: {describe_exception(problem)}"
             report.error("gradient hook", problem)
         finally:
             report.leave(started)

@@ -31,4 +31,4 @@ def note_readable(report: Report, name: str, tensor: Tensor, readable: bool) -> 
     if not readable:
         report.mark_unseen(name, f"{describe(tensor)}: only real numbers have statistics")
     elif report.unseen:
-        report.sees(name)
+        report.mark_seen(name)

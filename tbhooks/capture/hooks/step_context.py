@@ -102,7 +102,7 @@ class StepContext:
                 if path not in self.called:
                     report.mark_unseen(path, NEVER_CALLED)
                 elif report.unseen.get(path) == NEVER_CALLED:
-                    report.sees(path)
+                    report.mark_seen(path)
         reached = {site for hook in self.placed if hook.fired for site in hook.sites}
         if reached:
             self._report_unreached(report, reached, sites)
@@ -110,14 +110,14 @@ class StepContext:
             for hook in self.in_graph.values():
                 for site in hook.sites:
                     report.mark_unseen(str(sites[site]), NONE_CAME)
-        report.tell_unseen()
+        report.log_unseen()
 
     def _report_unreached(self, report: Report, reached: set[int], sites: list[Site]) -> None:
         for hook in self.placed:
             for site in hook.sites:
                 if hook.failure:
-                    report.cannot_see_now(str(sites[site]), hook.failure)
+                    report.mark_unseen(str(sites[site]), hook.failure, replace=True)
                 elif site in reached:
-                    report.sees(str(sites[site]))
+                    report.mark_seen(str(sites[site]))
                 else:
                     report.mark_unseen(str(sites[site]), VIEW_LOST if hook.is_view else NOT_REACHED)

@@ -247,7 +247,7 @@ class ParameterReader:
                 self._report.mark_unseen(f"weight_gradient/{self._paths[key]}", "no gradient reached it")
             return
         if self._report.unseen:
-            self._report.sees(f"weight_gradient/{self._paths[key]}")
+            self._report.mark_seen(f"weight_gradient/{self._paths[key]}")
         self._read_gradients.add(key)
         local = sharded_tensors.here(gradient)
         if local is None:
