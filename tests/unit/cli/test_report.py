@@ -440,7 +440,7 @@ def test_check_of_what_tbhooks_never_wrote_to_is_2_and_a_sentence(tmp_path: Path
     for where in (scalars_of_a_trainer(tmp_path / "scalars"), tmp_path, tmp_path / "notes.txt"):
         done = said("check", where)
         assert (done.returncode, done.stdout) == (2, "")
-        assert done.stderr.startswith(f"tbhooks check: there is no data of tbhooks in {str(where)!r}")
+        assert done.stderr.startswith(f"tbhooks check: no tbhooks data found in {str(where)!r}")
         assert done.stderr.count("\n") == 1
 
 
@@ -453,7 +453,7 @@ def test_a_report_of_what_is_no_run_is_2_and_a_sentence(
     (tmp_path / name).write_text("" if name.startswith("empty") else "not a run, but long enough for a header\n")
     done = said("report", name, *options)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"tbhooks report: there is nothing to read in {name!r}: {name}: ")
+    assert done.stderr.startswith(f"tbhooks report: no data found in {name!r}: {name}: ")
     assert not (tmp_path / "page.html").exists()
     assert said("report", write_run(tmp_path / "fine", training_frame(0)), name).returncode == 2
 
@@ -469,7 +469,7 @@ def test_a_report_of_a_directory_whose_frames_are_below_shows_both(tmp_path: Pat
     write_run(tmp_path / "another", training_frame(0))
     shown = said("report", tmp_path, COLUMNS="400")
     assert "no tbhooks data found" in shown.stdout
-    assert f"runs with frames below it: {tmp_path / 'another'}, {tmp_path / 'tbhooks'}" in " ".join(
+    assert f"runs with tbhooks data below it: {tmp_path / 'another'}, {tmp_path / 'tbhooks'}" in " ".join(
         shown.stdout.split()
     )
 

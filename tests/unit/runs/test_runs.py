@@ -30,7 +30,7 @@ from tbhooks import JsonlSink, MemorySink, runs
 from tbhooks.data.errors import ArgumentError
 from tbhooks.data.frame import Finding, Frame, Site
 from tbhooks.delivery import worker as pump_module
-from tbhooks.runs import Run, stored_frames
+from tbhooks.runs import Run, reader, stored_frames
 from tbhooks.sinks.tensorboard import TensorBoardSink
 from tbhooks.sinks.tensorboard import findings as finding_codec
 from tests.support import frames
@@ -577,7 +577,7 @@ def test_tensors_whose_description_was_lost_are_said(tmp_path: Path, small: byte
     run = read_bytes(tmp_path / "r", small[: starts[1]] + small[starts[2] :])
     assert not any(frame.sites for frame in run.frames)
     assert [f.step for f in run.findings] == [1]
-    assert any("nothing before it says what it is" in problem for problem in run.problems)
+    assert any("unknown tag (no metadata)" in problem for problem in run.problems)
     assert run.scalars["activation.mean/x"].steps.tolist() == [1, 2]
 
 
@@ -588,7 +588,7 @@ def test_a_description_is_valid_in_its_own_file_only(tmp_path: Path, small: byte
     (tmp_path / "r" / "a.tfevents").write_bytes(small[: starts[2]])
     run = read_bytes(tmp_path / "r", small[: starts[1]] + small[starts[3] :])
     assert [(frame.step, len(frame.sites)) for frame in run.frames] == [(0, 1), (2, 0)]
-    assert any("nothing before it says what it is" in problem for problem in run.problems)
+    assert any("unknown tag (no metadata)" in problem for problem in run.problems)
 
 
 def test_many_damaged_records_are_counted_and_not_listed(tmp_path: Path, small: bytes) -> None:
@@ -774,7 +774,7 @@ def test_histograms_that_are_none_are_skipped_and_said(tmp_path: Path, small: by
 
 
 def test_histograms_found_unsound_only_later_are_none_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runs, "_CHECKED_AT_ONCE", 0)
+    monkeypatch.setattr(reader, "_CHECKED_BYTES", 0)
     (tmp_path / "x.tfevents").write_bytes(counts_event(CONTENTS["bomb behind a sound header"]))
     run = runs.read(tmp_path)
     assert run.problems == []
