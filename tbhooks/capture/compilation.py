@@ -17,11 +17,11 @@ from pathlib import Path
 from types import CodeType
 from typing import Any, Protocol
 
-import wrapt
 from torch import nn
 
 from tbhooks.capture import dynamo as compiled
 from tbhooks.capture.dynamo import CompileGate
+from tbhooks.data.patching import wrapping
 from tbhooks.reduction.torch_private import look_up
 
 _OURS = str(Path(__file__).parent)
@@ -58,11 +58,26 @@ watch has closed."""
 def begin(watching: Watching) -> None:
     """From now on what is compiled is compiled with the hooks of this watch."""
     _watches.add(watching)
+    _PATCH.acquire(watching)
 
 
 def end(watching: Watching) -> None:
-    """Nothing more is compiled with its hooks."""
+    """Nothing more is compiled with its hooks.
+
+    The patch outlives the last watch where there is compiled code with hooks: its graphs would count against the
+    user's limit of recompiles.
+    """
     _watches.discard(watching)
+    if any(_entries(code) for code in list(_with_hooks)):
+        _PATCH.acquire(_hooked_code)
+    else:
+        _PATCH.release(_hooked_code)
+    _PATCH.release(watching)
+
+
+def is_patched() -> bool:
+    """Whether hooks can become part of what is compiled. Not with a torch whose compiler is not known."""
+    return _PATCH.is_installed
 
 
 def _compile(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -72,7 +87,7 @@ def _compile(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs:
     if frame.is_ours:
         return _skip()
     able = [] if frame.is_exported else [watching for watching in watches if frame.code not in watching.lost_in]
-    if not able or frame.code is None or not compiled.hooks_are_guarded:
+    if not able or frame.code is None or not is_patched():
         return _compile_without(frame, watches)
     before = len(compiled.traced)
     reasons = _graph_breaks()
@@ -251,17 +266,18 @@ def _may_compile_again() -> bool:
     return stance == "default" and not getattr(sys.modules["torch._dynamo"].config, "error_on_recompile", False)
 
 
-# Where this is put.
+def _note_compiled(_original: object) -> bool:
+    """Called before dynamo's compiler is wrapped: what was compiled until then has no hooks in it."""
+    input_codes = getattr(sys.modules["torch._dynamo.convert_frame"], "input_codes", None)
+    for reference in list(getattr(input_codes, "seen", ())):
+        if (code := reference()) is not None and code not in _with_hooks:
+            _without_hooks.add(code)
+    return look_up("torch._dynamo.convert_frame._compile", None, "modules in compiled code are not read") is not None
 
 
-def _stand_around(convert_frame: Any) -> None:
-    with contextlib.suppress(AttributeError):
-        for reference in list(convert_frame.input_codes.seen):
-            if (code := reference()) is not None:  # compiled before this package was imported
-                _without_hooks.add(code)
-    if look_up("torch._dynamo.convert_frame._compile", None, "modules in compiled code are not read") is not None:
-        wrapt.wrap_function_wrapper(convert_frame, "_compile", _compile)
-        compiled.hooks_are_guarded = True
+class _HookedCode:
+    """Holds the patch for compiled code that outlives the watch it was compiled with."""
 
 
-wrapt.register_post_import_hook(_stand_around, "torch._dynamo.convert_frame")
+_hooked_code = _HookedCode()
+_PATCH = wrapping("torch._dynamo.convert_frame", "_compile", _compile, "torch 2.9 to 2.13", accepts=_note_compiled)

@@ -18,16 +18,14 @@ from types import CodeType, FrameType
 from typing import Any, Protocol, TypeVar
 
 import torch
-import wrapt
 from torch import Tensor, nn
 
+from tbhooks.data.patching import after_import
 from tbhooks.data.self_report import logger
 from tbhooks.reduction.torch_private import look_up, missing
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-hooks_are_guarded = False
-"""Whether compilation.py stands around dynamo's compiler. Where it cannot, hooks do nothing while they are compiled."""
 hooks_are_wanted = False
 """Whether compilation.py stands around what is being traced now, and wants hooks in it. Never while exporting."""
 NOT_GUARDED = "it was not seen running, and compiled code is not read: the compiler of this torch is not known"
@@ -261,7 +259,7 @@ def _take_as_it_is(dynamo: Any) -> None:
     dynamo.allow_in_graph(show)
 
 
-wrapt.register_post_import_hook(_take_as_it_is, "torch._dynamo")
+after_import(_take_as_it_is, "torch._dynamo")
 
 
 GRADIENTS_INSIDE = "compiled with other outputs: what they pass on to each other stays inside"

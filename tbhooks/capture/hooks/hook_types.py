@@ -20,7 +20,7 @@ from tbhooks.capture.dynamo import CompileGate, dynamo_skip
 from tbhooks.capture.hooks.dead_units import RECTIFIERS
 from tbhooks.capture.hooks.function_mode import Functional
 from tbhooks.capture.hooks.passes import Pass
-from tbhooks.capture.hooks.unpicklable import Unkept
+from tbhooks.capture.hooks.unpicklable import UnpicklableHook
 from tbhooks.capture.recorder import NO_SITE
 from tbhooks.data.frame import ROOT, Site
 from tbhooks.reduction.torch_rows import has_no_data
@@ -56,7 +56,7 @@ class Told(ToldOfGradients, Protocol):
     def number(self, site: Site) -> int: ...
 
 
-class ForwardHook(Unkept):
+class ForwardHook(UnpicklableHook):
     """Placed on a module for a logged step; on a compiled one for good."""
 
     __slots__ = (
@@ -140,7 +140,7 @@ class ForwardHook(Unkept):
         """Only the whole model's hook is told of that."""
 
 
-class InputHook(Unkept):
+class InputHook(UnpicklableHook):
     """Placed on a module whose inputs are watched: they are read before its forward can overwrite them."""
 
     __slots__ = ("hook",)
@@ -212,7 +212,7 @@ class ScaledLossHook:
         self.told.saw_scaled_loss(self)
 
 
-class EnterHook(Unkept):
+class EnterHook(UnpicklableHook):
     """Tells that a module's forward begins, to name the operations it calls."""
 
     __slots__ = ("functional", "hook")
@@ -229,7 +229,7 @@ class EnterHook(Unkept):
             self.functional.enter_module(self.hook.path, module)
 
 
-class LeaveHook(Unkept):
+class LeaveHook(UnpicklableHook):
     """Tells that it has ended, one way or another."""
 
     __slots__ = ("functional", "path")
@@ -243,7 +243,7 @@ class LeaveHook(Unkept):
             self.functional.leave_module(self.path)
 
 
-class BeginHook(Unkept):
+class BeginHook(UnpicklableHook):
     """Tells that a forward of the whole model begins. Compiled, it is nothing."""
 
     __slots__ = ("told",)
@@ -257,7 +257,7 @@ class BeginHook(Unkept):
             self.told.forward_begins()
 
 
-class EndHook(Unkept):
+class EndHook(UnpicklableHook):
     """Tells that it has ended, also by an exception."""
 
     __slots__ = ("told",)
@@ -279,7 +279,7 @@ class Follows(Protocol):
     def leaves(self, path: str, output: object) -> None: ...
 
 
-class CallHook(Unkept):
+class CallHook(UnpicklableHook):
     """Tells with what a module is called. Compiled, it is nothing."""
 
     __slots__ = ("follows", "path")
@@ -293,7 +293,7 @@ class CallHook(Unkept):
             self.follows.enters(self.path, module, args, kwargs)
 
 
-class ReturnHook(Unkept):
+class ReturnHook(UnpicklableHook):
     """Tells what came of it; nothing if it raised."""
 
     __slots__ = ("follows", "path")
@@ -323,7 +323,7 @@ def _are_stand_ins(args: Any) -> bool:
         return False
 
 
-class RootHook(Unkept):
+class RootHook(UnpicklableHook):
     """Tells that the model's forward begins, for clocks that count forwards."""
 
     __slots__ = ("__weakref__", "hook_id", "in_graph", "told")
@@ -354,7 +354,7 @@ Sizes = tuple[int, int]
 """How many samples and tokens a batch has."""
 
 
-class BatchHook(Unkept):
+class BatchHook(UnpicklableHook):
     """Tells that the model's forward begins, and how to count its samples and tokens: what is told is kept from
     harming the forward. From inside a compiled graph they come one by one.
     """

@@ -30,6 +30,7 @@ from tbhooks.capture.hooks.hook_types import (  # fmt: skip
     ReturnHook,
     Told,
 )
+from tbhooks.capture.hooks.unpicklable import COPIES_WITHOUT_HOOKS
 from tbhooks.data.frame import ROOT
 from tbhooks.data.self_report import Report
 from tbhooks.reduction import torch_private
@@ -91,6 +92,7 @@ class HookManager:
     def start(self) -> None:
         """From now on what is compiled has hooks in it; what was compiled before is compiled anew."""
         model = self._model()
+        COPIES_WITHOUT_HOOKS.acquire(self)
         compilation.begin(self)
         with self._report.guarded("looking for compiled code"):
             if model is not None and compilation.forget_unhooked(model):
@@ -99,6 +101,7 @@ class HookManager:
 
     def stop(self) -> None:
         compilation.end(self)
+        COPIES_WITHOUT_HOOKS.release(self)
 
     def attach(self) -> None:
         """Hooks on every watched module there is now: added and replaced ones are found here."""
@@ -118,6 +121,7 @@ class HookManager:
             self._collectors.attach(modules.by_path)
             return
         self.detach()
+        COPIES_WITHOUT_HOOKS.acquire(self)
         if not all(path in wanted and self._has(path, wanted[path]) for path in self.hooks):
             self.sweep()
         chosen = self._selector.choose(wanted)
@@ -217,14 +221,14 @@ class HookManager:
         for where, problem in dynamo.failures[self._failures_told :]:
             self._report.error(where, problem)
         self._failures_told = len(dynamo.failures)
-        is_unknown = "torch._dynamo" in sys.modules and not dynamo.hooks_are_guarded
+        is_unknown = "torch._dynamo" in sys.modules and not compilation.is_patched()
         why = NOT_IN_COMPILED if self.lost_in else dynamo.NOT_GUARDED if is_unknown else ""
         for path in (path for path, hook in self.hooks.items() if why and hook.reads and path not in called):
             self._report.mark_unseen(path, why)
 
     def why_blind(self) -> str:
         """Why nothing in the model was seen running, and what is done about it."""
-        if self.lost_in or (not dynamo.hooks_are_guarded and "torch._dynamo" in sys.modules):
+        if self.lost_in or ("torch._dynamo" in sys.modules and not compilation.is_patched()):
             return NOT_IN_COMPILED if self.lost_in else dynamo.NOT_GUARDED
         if not self._was_blind:
             self._was_blind = True
