@@ -285,8 +285,8 @@ class _Collector(Observer):
         self._sizes: dict[str, int] = {}
         self._calls: dict[str, int] = {}
 
-    def saw_output(self, hook: ForwardHook, output: object) -> None:
-        super().saw_output(hook, output)
+    def on_output(self, hook: ForwardHook, output: object) -> None:
+        super().on_output(hook, output)
         if in_backward() or is_traced():
             return
         with self._report.guarded(f"output of {hook.path}"), without_dispatch_modes():
@@ -342,7 +342,7 @@ def _watches_paused(model: nn.Module) -> Iterator[None]:
 def _paused(loop: CaptureSession) -> Iterator[None]:
     """As `Watch.paused`, and nothing is told of the step that is open: it goes on afterwards as if nothing had been."""
     observer, replay = loop.observer, loop._replay
-    seen, was_open, were_on = observer.seen, observer.gate.open, observer.placement._are_on
+    seen, was_open, were_on = observer.seen, observer.gate.open, observer.placement.is_attached
     passes = [] if replay is None else replay._passes
     loop.pause()
     observer.remove()

@@ -156,9 +156,9 @@ class Recorder:
         return span
 
     def _record_any(self, site: int, tensor: Tensor, scale: Tensor | None) -> Span | None:
-        local = sharded_tensors.here(tensor)
+        local = sharded_tensors.local_tensor(tensor)
         if sharded_tensors.is_dtensor(tensor):
-            self.pieces.setdefault(self.sites[site], sharded_tensors.piece(tensor))
+            self.pieces.setdefault(self.sites[site], sharded_tensors.shard_index(tensor))
         if local is None or storage_is_freed(local):
             return None
         if scale is None and can_be_one_of_many(local):

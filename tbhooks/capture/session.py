@@ -56,13 +56,15 @@ class CaptureSession:
         place: RankContext, submit: Callable[[PackedStep], None], report: Report,
     ) -> None:  # fmt: skip
         self.recorder = Recorder(kinds)
-        self.observer = Observer(model, selector, self.recorder, report)
         self._groups = GroupNumbers()
         self.parameters = ParameterReader(model, selector, self.recorder, self._groups, report)
         self.clock = Clock(mode, unwrap(model), self, report)
+        self.observer = Observer(
+            model, selector, self.recorder, report,
+            backward_begins=self.clock.alone(self.parameters.backward_begins),
+            backward_ended=self.clock.alone(self.parameters.backward_ended),
+        )  # fmt: skip
         self.scaler = ScalerReader(self.observer, self.clock, self.recorder, report)
-        self.observer.backward_begins = self.clock.alone(self.parameters.backward_begins)
-        self.observer.backward_ended = self.clock.alone(self.parameters.backward_ended)
         self.other_optimizer_stepped = self.observer.other_optimizer_stepped
         self.scaler.unscaled = self.parameters.unscaled
         self.scaler.step_skipped = self._step_skipped
@@ -341,7 +343,7 @@ class CaptureSession:
         next_is_logged = self._logs(self.clock.count + 1)
         ended = self._scalars.step_ends(label, self.clock.count)
         if next_is_logged:
-            self.observer.next_forward = self.clock.alone(self._step_is_over)
+            self.observer.call_before_next_forward(self.clock.alone(self._step_is_over))
         if ended.is_logged:
             self._warn_if_blind(label)
             self._end_reading(keep_hooks=next_is_logged and not self._pauses)

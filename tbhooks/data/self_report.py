@@ -172,23 +172,18 @@ class Report:
         if level >= logging.ERROR or not self.is_quiet:
             logger.log(level, "%s", message)
 
-    def mark_unseen(self, name: str, why: str) -> None:
+    def mark_unseen(self, name: str, why: str, *, replace: bool = False) -> None:
+        """Notes that there are no statistics of `name`. The first reason stays, unless `replace` is set."""
         with self._lock:
-            if name not in self.unseen:
+            if name not in self.unseen or (replace and self.unseen[name] != why):
                 self.unseen[name] = why
                 self._untold.setdefault(why, []).append(name)
 
-    def cannot_see_now(self, name: str, why: str) -> None:
-        """For a reason that takes the place of the one that was known."""
-        if self.unseen.get(name) != why:
-            self.unseen.pop(name, None)
-            self.mark_unseen(name, why)
-
-    def sees(self, name: str) -> None:
-        """A name that could not be seen before now can."""
+    def mark_seen(self, name: str) -> None:
+        """Notes that there are statistics of `name`, which may have been marked as unseen."""
         self.unseen.pop(name, None)
 
-    def tell_unseen(self) -> None:
+    def log_unseen(self) -> None:
         """One line for each reason that is new since the last call."""
         with self._lock:  # another thread may be adding to it
             untold, self._untold = self._untold, {}

@@ -258,9 +258,9 @@ def names_of_others(code: ast.Module) -> set[str]:
 def is_of_others(node: ast.expr, others: set[str]) -> bool:
     """Whether it is an attribute or an item of something of another package, or of a module in sys.modules."""
     while isinstance(node, ast.Attribute | ast.Subscript):
+        node = node.value
         if ast.unparse(node).startswith("sys.modules["):
             return True
-        node = node.value
     return isinstance(node, ast.Name) and node.id in others
 
 

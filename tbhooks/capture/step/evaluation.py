@@ -65,8 +65,7 @@ class Evaluation:
         self._recorder.begin(with_buckets)
 
     def start(self) -> None:
-        self._observer.evaluation = self._recorder
-        self._observer.gate.evaluation = True
+        self._observer.read_evaluations(self._recorder)
         if self._root is None:
             self._root = self._observer.watch_root(self._forward_begins, in_graph=True)
 

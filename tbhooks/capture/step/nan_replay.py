@@ -180,7 +180,7 @@ def _keep_gradient(kept: dict[str, Tensor], index: str, gradient: Tensor | None)
 
 
 def _values(gradient: Tensor) -> Tensor:
-    local = sharded_tensors.here(gradient)
+    local = sharded_tensors.local_tensor(gradient)
     gradient = gradient if local is None else local
     gradient = gradient.coalesce().values() if gradient.layout is torch.sparse_coo else gradient
     gradient = torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient

@@ -195,14 +195,14 @@ class Session:
 
     def _watch(self, model: nn.Module, name: str) -> None:
         from tbhooks.api.watch import watch  # noqa: PLC0415
-        from tbhooks.capture.sharded_tensors import is_in_pieces  # noqa: PLC0415
+        from tbhooks.capture.sharded_tensors import is_sharded  # noqa: PLC0415
         from tbhooks.cli.run.destinations import Destination  # noqa: PLC0415
 
         reference = weakref.ref(model)
         destination = Destination(self._where(), name, lambda: self._is_watched(reference()))
         watching = watch(model, destination, **self._options.watch)
         self.watched.append((watching, destination))
-        if "ranks" not in self._options.watch and any(map(is_in_pieces, model.parameters())):
+        if "ranks" not in self._options.watch and any(map(is_sharded, model.parameters())):
             logger.warning(
                 "the parameters of %s are sharded over the ranks of this job: what is logged of weights, gradients and "
                 "updates is the first rank's part. tbhooks run --ranks merge shows the whole", type(model).__name__,

@@ -81,7 +81,7 @@ class Refuses(Graphs):
     """A backend that does not know operators of others."""
 
     def __call__(self, graph: fx.GraphModule, inputs: list[Tensor], **options: Any) -> Any:
-        if any("tbhooks" in target or "show" in target for _, target in operations(graph)):
+        if any("tbhooks" in target or "observe" in target for _, target in operations(graph)):
             raise NotImplementedError("an operator that this backend does not have")
         return super().__call__(graph, inputs, **options)
 
