@@ -58,7 +58,7 @@ bench: $(READY)  ## everything the README claims about cost, with the peers besi
 notebooks: $(READY)  ## runs them and keeps what they print
 	$(PYTHON) -m tests.unit.test_notebooks
 
-clinic: $(READY)  ## trainings with one illness each and healthy ones: what the rules say
+clinic: $(READY)  ## trainings with one deliberate issue each and normal ones: what the rules report
 	$(PYTHON) -m tests.clinic
 
 look: $(READY)  ## TensorBoard on the demo's run

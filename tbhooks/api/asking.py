@@ -26,7 +26,7 @@ from tbhooks.collectors.model_summary import SummaryCollector
 from tbhooks.collectors.profiler import Profile
 from tbhooks.data import stats
 from tbhooks.data.artifacts import Artifact, RunEnded
-from tbhooks.data.errors import ArgumentError, check_names
+from tbhooks.data.errors import ArgumentError, check_integer, check_names
 from tbhooks.data.frame import Frame
 from tbhooks.data.self_report import Report
 from tbhooks.delivery.worker import Worker
@@ -82,8 +82,8 @@ class WatchRequests:
         logged steps instead. At most `most_bytes` of numbers are taken of a step; `stats.unseen` says what is not.
         """
         self._check_usable()
-        every = None if every is None else validation.whole_number("every", every)
-        most, model = validation.whole_number("most_bytes", most_bytes), self._model()
+        every = None if every is None else check_integer("every", every)
+        most, model = check_integer("most_bytes", most_bytes), self._model()
         if model is None:
             return self
         return self._add_collector(images.of_model(model, pattern, self._report, every, most))
@@ -120,8 +120,8 @@ class WatchRequests:
         every so many; up to 20 a layer. Only for local directories.
         """
         self._check_usable()
-        every = None if every is None else validation.whole_number("every", every)
-        most, model = validation.whole_number("most", most), self._model()
+        every = None if every is None else check_integer("every", every)
+        most, model = check_integer("most", most), self._model()
         if model is None:
             return self
         self._note_where_files_go()
@@ -142,7 +142,7 @@ class WatchRequests:
         training goes on. With `ranks="merge"` the means of logged steps are of all ranks, the others of the first.
         """
         self._check_usable()
-        every = validation.whole_number("n", n)
+        every = check_integer("n", n)
         if not self._idle:
             self._session.average(every)
         return self
@@ -170,7 +170,7 @@ class WatchRequests:
         when the watch closes.
         """
         self._check_usable()
-        asked = validation.understood(values, metrics)
+        asked = validation.parse_hyperparameters(values, metrics)
         if self._is_compared:
             raise ArgumentError("hparams was called already, and TensorBoard takes one set a run: give all at once")
         self._is_compared = True

@@ -25,7 +25,7 @@ from tbhooks.capture.selection import Selector, unwrap
 from tbhooks.capture.session import CaptureSession
 from tbhooks.capture.step import evaluation
 from tbhooks.capture.step.nan_replay import Replay
-from tbhooks.data.errors import ArgumentError, ClosedError, check_names
+from tbhooks.data.errors import ArgumentError, ClosedError, check_integer, check_names
 from tbhooks.data.findings import Findings, once_each
 from tbhooks.data.frame import Finding, Frame
 from tbhooks.data.history import History
@@ -55,7 +55,7 @@ class Watch(WatchRequests):
     ) -> None:  # fmt: skip
         self._report = Report(is_quiet=place.rank != 0)
         self._history = History()
-        self._judge = judgement.Judge(rules, self._history)
+        self._judge = judgement.RuleEngine(rules, self._history)
         self._reactions = Reactions(self._report)
         self._replayed: list[Finding] = []
         self._unwritten: list[Finding] = []
@@ -80,7 +80,7 @@ class Watch(WatchRequests):
     def step(self, n: int | None = None) -> None:
         """Ends the current step and labels it n, or with the watch's own count. From then on nothing else does."""
         self._check_usable()
-        label = None if n is None else validation.whole_number("n", n, least=0)
+        label = None if n is None else check_integer("n", n, least=0)
         if not self._idle:
             self._session.step(label)
             self._reactions.raise_if_asked()

@@ -33,13 +33,13 @@ from tbhooks.capture.step.nan_replay import run_eagerly
 from tbhooks.capture.step.optimizer_round import GroupNumbers
 from tbhooks.capture.step.parameters import ParameterReader
 from tbhooks.data import stats
-from tbhooks.data.errors import ArgumentError, nearest, shown
+from tbhooks.data.errors import ArgumentError, nearest, quoted
 from tbhooks.data.frame import Frame
 from tbhooks.data.history import History
 from tbhooks.data.peek_result import Output, Peeked
 from tbhooks.data.self_report import Report
 from tbhooks.reduction.torch_rows import has_no_data
-from tbhooks.rules import RULES, Judge, Rule, dead_units, saturated, vanishing_gradient
+from tbhooks.rules import RULES, Rule, RuleEngine, dead_units, saturated, vanishing_gradient
 
 MOST_KEPT_BYTES = 256 << 20
 """What `keep=` may take of the host's memory; what does not fit is left out, and named in the notes."""
@@ -72,7 +72,7 @@ def peek(model: nn.Module, /, *args: Any, loss: Loss = None, keep: Any = None, *
     (4.0, (4, 1))
     """
     if not isinstance(model, nn.Module):
-        raise ArgumentError(f"model is a torch.nn.Module, not {shown(model)}")
+        raise ArgumentError(f"model is a torch.nn.Module, not {quoted(model)}")
     _check_loss(loss)
     model = selection.unwrap(model)
     _check_data(model)
@@ -82,7 +82,7 @@ def peek(model: nn.Module, /, *args: Any, loss: Loss = None, keep: Any = None, *
     with _watches_paused(model), untouched(model, dict(tensor_tree.inputs(args, kwargs))) as unrestored:
         notes = _run(model, args, kwargs, loss, collector, recorder, report)
         frame = _frame(recorder)
-    judged = Judge(ONE_PASS_RULES, History())(frame)
+    judged = RuleEngine(ONE_PASS_RULES, History())(frame)
     return Peeked(
         **{field.name: getattr(judged, field.name) for field in fields(Frame)},
         outputs=collector.outputs, kept=collector.kept,
@@ -97,7 +97,7 @@ def _check_loss(loss: object) -> None:
     if loss is None or (callable(loss) and not isinstance(loss, type)):
         return
     if not isinstance(loss, str):
-        raise ArgumentError(f'loss is a function of what the model returns, "sum", or None, not {shown(loss)}')
+        raise ArgumentError(f'loss is a function of what the model returns, "sum", or None, not {quoted(loss)}')
     if loss != "sum":
         raise ArgumentError(f"loss={loss!r} is unknown: {nearest(loss, ['sum'])} Or pass a function of the output")
 

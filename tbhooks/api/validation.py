@@ -1,120 +1,109 @@
-"""What users pass, understood or refused with a sentence that says what is allowed."""
+"""Checks of what users pass to the methods of `Watch`. Each raises an ArgumentError that says what is accepted."""
 
 from __future__ import annotations
 
-import contextlib
 import math
-import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from tbhooks.data.artifacts import Hyperparameters
-from tbhooks.data.errors import ArgumentError, shown
-
-
-def whole_number(name: str, value: Any, least: int = 1) -> int:
-    """`every`, `n` and their like."""
-    if not isinstance(value, bool):
-        with contextlib.suppress(TypeError):
-            number = operator.index(value)
-            if number >= least:
-                return number
-    raise ArgumentError(f"{name} is a whole number of at least {least}, not {shown(value)}")
+from tbhooks.data.errors import ArgumentError, check_integer, invalid_argument, quoted
 
 
 def histograms(value: Any) -> bool | int:
-    """True, False, or every how many logged steps."""
-    return value if isinstance(value, bool) else whole_number("histograms (if not True or False)", value)
+    """`histograms` of `watch`: True, False, or an interval in logged steps."""
+    return value if isinstance(value, bool) else check_integer("histograms (if not True or False)", value)
 
 
 def items(values: Any) -> list[tuple[Any, Any]]:
-    """What `log` was given, name by name."""
+    """The pairs of name and value that `log` was given."""
     if not isinstance(values, Mapping):
-        raise ArgumentError(f'log takes a dict such as {{"loss": loss}}, not {shown(values)}')
+        raise invalid_argument("the argument of log()", 'a dict such as {"loss": loss}', values)
     return list(values.items())
 
 
 def tag(name: Any) -> str:
     """The TensorBoard tag of a name given to `log`."""
     if not isinstance(name, str) or not name:
-        raise ArgumentError(f"log names values by non-empty strings, not {shown(name)}")
+        raise invalid_argument("a name given to log()", "a non-empty string", name)
     return name if "/" in name else f"train/{name}"
 
 
 def number(name: str, value: Any) -> Tensor | float:
-    """A value given to `log`; tensors stay on their device."""
+    """A value given to `log`. Tensors stay on their device."""
     if isinstance(value, Tensor):
         if value.numel() == 1 and not value.is_complex() and not value.is_meta:
             return value
-        raise ArgumentError(f"log takes one number a name; {name!r} is a tensor of shape {tuple(value.shape)}")
+        raise ArgumentError(f"log() takes one number per name; {name!r} is a tensor of shape {tuple(value.shape)}")
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError):
-        raise ArgumentError(f"log takes numbers and one-element tensors; {name!r} is {shown(value)}") from None
+        raise ArgumentError(f"log() takes numbers and one-element tensors; {name!r} is {quoted(value)}") from None
 
 
 def steps(value: Any) -> tuple[int, int]:
-    """The first and the last of some steps."""
+    """The first and the last step of a range, both included."""
+    expected = "the first and the last step, such as (10, 20)"
     if not isinstance(value, tuple | list) or len(value) != 2:
-        raise ArgumentError(f"steps is the first and the last, such as (10, 20), not {shown(value)}")
-    first, last = (whole_number("a step", step, least=0) for step in value)
+        raise invalid_argument("steps", expected, value)
+    first, last = (check_integer("a step", step, least=0) for step in value)
     if last < first:
-        raise ArgumentError(f"steps begins with the first, such as (10, 20), not {shown(value)}")
+        raise invalid_argument("steps", expected, value)
     return first, last
 
 
 Value = str | float | bool
 
 
-def understood(values: Any, metrics: Any) -> Hyperparameters:
-    """Of `hparams`' arguments."""
+def parse_hyperparameters(values: Any, metrics: Any) -> Hyperparameters:
+    """The arguments of `hparams`: nested dicts are flattened, values become strings, floats or bools."""
     if not isinstance(values, Mapping) or not values:
-        raise ArgumentError(f'hparams takes a dict such as {{"lr": 0.1}}, not {shown(values)}')
-    found: dict[str, Value] = {}
+        raise invalid_argument("the argument of hparams()", 'a dict such as {"lr": 0.1}', values)
+    flat: dict[str, Value] = {}
     for name, value in _flattened(values, ""):
-        if name in found:
-            raise ArgumentError(f"hparams names {name!r} twice: with a dot in a key, and as a dict in a dict")
-        found[name] = _comparable(value)
-    return Hyperparameters(found, _tags(metrics))
+        if name in flat:
+            raise ArgumentError(f"hparams has {name!r} twice: as a key with a dot, and as a key of a nested dict")
+        flat[name] = _comparable(value)
+    return Hyperparameters(flat, _tags(metrics))
 
 
-def _flattened(values: Mapping[Any, Any], above: str) -> Iterator[tuple[str, Any]]:
+def _flattened(values: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
     for key, value in values.items():
         if not isinstance(key, str) or not key:
-            raise ArgumentError(f"hparams names values by non-empty strings, not {shown(key)}")
+            raise invalid_argument("a key of hparams", "a non-empty string", key)
         if isinstance(value, Mapping) and value:
-            yield from _flattened(value, f"{above}{key}.")
+            yield from _flattened(value, f"{prefix}{key}.")
         else:
-            yield above + key, value
+            yield prefix + key, value
 
 
 def _comparable(value: Any) -> Value:
-    """Whole numbers become floats, as TensorBoard knows no others; what those cannot tell apart become texts."""
+    """TensorBoard's HPARAMS tab has strings, floats and bools. Integers that a float cannot hold become strings."""
     if isinstance(value, bool):
         return value
     if isinstance(value, str):
-        return str.__str__(value)  # of an enum of strings, too
+        return str.__str__(value)  # an enum of strings prints its name otherwise
     if isinstance(value, int | float):
         return float(value) if _is_exact(value) else str(value)
-    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:  # a number of NumPy's or torch's
+    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:  # a scalar of NumPy or torch
         return _comparable(value.item())
     return str(value)
 
 
 def _is_exact(value: float) -> bool:
-    """Infinity and NaN are not: no JSON holds them, and the whole tab would stay empty."""
+    """Whether TensorBoard shows the number. NaN and infinities are not valid JSON: they would empty the whole tab."""
     return math.isfinite(value) if isinstance(value, float) else abs(value) <= 2**53
 
 
 def _tags(metrics: Any) -> tuple[str, ...]:
     if isinstance(metrics, str) or not isinstance(metrics, Sequence | set | frozenset):
-        raise ArgumentError(f'metrics is a list of tags such as "train/loss", not {shown(metrics)}')
+        raise invalid_argument("metrics", 'a list of tags such as "train/loss"', metrics)
     tags = tuple(metrics)
     for tag in tags:
         if not isinstance(tag, str) or not tag.strip():
-            raise ArgumentError(f'a metric is a tag such as "train/loss", not {shown(tag)}')
+            raise invalid_argument("a metric", 'a tag such as "train/loss"', tag)
         if tags.count(tag) > 1:
-            raise ArgumentError(f"metrics names {tag!r} twice")
+            raise ArgumentError(f"metrics has {tag!r} twice")
     return tags

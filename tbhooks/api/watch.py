@@ -20,7 +20,7 @@ from tbhooks.capture.schedule import Schedule
 from tbhooks.capture.selection import Selector
 from tbhooks.capture.step.clock import MODES
 from tbhooks.data import remote
-from tbhooks.data.errors import ArgumentError, check_names, shown
+from tbhooks.data.errors import ArgumentError, check_integer, check_names, quoted
 from tbhooks.data.frame import ALL_KINDS, KINDS
 from tbhooks.distributed.handshake import describe
 from tbhooks.distributed.topology import MERGE, WAYS, join, restarts
@@ -67,11 +67,11 @@ def watch(
     >>> w.close()
     """
     if not isinstance(model, nn.Module):
-        raise ArgumentError(f"model is a torch.nn.Module, not {shown(model)}")
-    schedule = Schedule(validation.whole_number("every", every), validation.histograms(histograms))
+        raise ArgumentError(f"model is a torch.nn.Module, not {quoted(model)}")
+    schedule = Schedule(check_integer("every", every), validation.histograms(histograms))
     kinds = (kinds,) if isinstance(kinds, str) else kinds
     if not isinstance(kinds, list | tuple | set | frozenset):
-        raise ArgumentError(f"kinds is a list of {', '.join(ALL_KINDS)}, not {shown(kinds)}")
+        raise ArgumentError(f"kinds is a list of {', '.join(ALL_KINDS)}, not {quoted(kinds)}")
     kinds = tuple(kinds)
     check_names("kind", kinds, ALL_KINDS)
     if not kinds:
@@ -105,7 +105,7 @@ def _first_step(sinks: Iterable[Sink]) -> int:
 def unwatch(model: nn.Module) -> None:
     """Closes every watch on this model."""
     if not isinstance(model, nn.Module):
-        raise ArgumentError(f"model is a torch.nn.Module, not {shown(model)}")
+        raise ArgumentError(f"model is a torch.nn.Module, not {quoted(model)}")
     lifecycle.close_together(watching for watching in open_watches() if watching._is_on(model))
 
 
@@ -156,5 +156,5 @@ def _check_writer(one: Any) -> None:
         raise ArgumentError(
             "writer is a SummaryWriter (torch or tensorboardX), a directory (str or Path), a run of wandb, mlflow or "
             "aim (or the module wandb or mlflow), a function that takes a frame, an object with write, flush and "
-            f"close, a list of those, or None, not {shown(one)}"
+            f"close, a list of those, or None, not {quoted(one)}"
         )

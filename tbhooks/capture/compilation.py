@@ -69,7 +69,8 @@ def end(watching: Watching) -> None:
     _watches.discard(watching)
     if any(_entries(code) for code in list(_with_hooks)):
         _PATCH.acquire(_hooked_code)
-    else:
+    else:  # or torch.compiler.reset() has removed it
+        _with_hooks.clear()
         _PATCH.release(_hooked_code)
     _PATCH.release(watching)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from tbhooks.data import rank_spread, stats
 from tbhooks.data.artifacts import Artifact
 from tbhooks.data.frame import GRADIENT_NORM, NONFINITE_SINCE, RAW_GRADIENT_NORM, Frame, Site
-from tbhooks.data.step_table import OF_PARAMETERS, UNKNOWN_PIECE, WHOLE, Merged, Table
+from tbhooks.data.step_table import PARAMETER_KINDS, UNKNOWN_SHARD, UNSHARDED, MergedStep, StepTable
 from tbhooks.reduction import finalize as parts
 
 Number = TypeVar("Number", np.float64, np.int64)
@@ -86,7 +86,7 @@ Read = Callable[[Attached], NDArray[Any]]
 """Gives an attached tensor, once it is here."""
 ArtifactBuilder = Callable[[Read], Iterable[Artifact]]
 """What is made of attached tensors in the background; it raises nothing."""
-Merge = Callable[[Table], Merged | None]
+Merge = Callable[[StepTable], MergedStep | None]
 """What all ranks saw, given what this one saw; None if that is not for this rank to know."""
 
 
@@ -131,21 +131,21 @@ class PackedStep:
         try:
             table = self._table()
         except BaseException:
-            self.merge(Table(self.step))  # the others wait for something
+            self.merge(StepTable(self.step))  # the others wait for something
             raise
         merged = self.merge(table)
         if merged is not None:
             return self._made(merged)
         return self._made(self._own(table)) if self.rank == 0 else []
 
-    def _own(self, table: Table) -> Merged:
+    def _own(self, table: StepTable) -> MergedStep:
         """What this rank saw, alone: of weights in pieces nobody here knows a norm of all gradients."""
         if any(site.kind == "weight_gradient" for site in self.pieces):
             table = replace(table, scalars={k: v for k, v in table.scalars.items() if k != RAW_GRADIENT_NORM})
-            return Merged(table, rank_spread.nothing(len(table.sites)), is_whole=False)
-        return Merged(table, rank_spread.nothing(len(table.sites)))
+            return MergedStep(table, rank_spread.empty(len(table.sites)), is_whole=False)
+        return MergedStep(table, rank_spread.empty(len(table.sites)))
 
-    def _made(self, merged: Merged) -> list[Frame]:
+    def _made(self, merged: MergedStep) -> list[Frame]:
         table = merged.table
         late = [self._scalar_frame(step, scalars) for step, scalars in table.earlier.items()]
         artifacts = self._artifacts()
@@ -165,7 +165,7 @@ class PackedStep:
         nothing = np.zeros((0, 0), dtype=np.int64)
         return Frame(step, self.time, self.rank, (), stats.empty_rows(0), nothing, scalars=scalars)
 
-    def _table(self) -> Table:
+    def _table(self) -> StepTable:
         """The step's records, merged by site."""
         for copy in self.copies.values():
             copy.wait()
@@ -177,16 +177,16 @@ class PackedStep:
             host_counts = {i: copy.counts() for i, copy in self.copies.items()}
             counts = stats.merge_counts(_gather(host_counts, record, stats.BUCKETS), owner, len(order))
         sites = [self.sites[number] for number in order]
-        return Table(
+        return StepTable(
             self.step, sites, stats.merge(_gather(rows, record, stats.WIDTH), owner, len(order)), counts,
             np.array([self._piece(site) for site in sites], dtype=np.int64).reshape(-1, 2), _read(self.scalars, rows),
             {step: _read(scalars, rows) for step, scalars in self.earlier.items()}, self.group,
         )  # fmt: skip
 
     def _piece(self, site: Site) -> tuple[int, int]:
-        return self.pieces.get(site, WHOLE if site.kind in OF_PARAMETERS else UNKNOWN_PIECE)
+        return self.pieces.get(site, UNSHARDED if site.kind in PARAMETER_KINDS else UNKNOWN_SHARD)
 
-    def _frame(self, merged: Merged) -> Frame:
+    def _frame(self, merged: MergedStep) -> Frame:
         sites, values, counts = merged.table.sites, merged.table.values, merged.table.counts
         _set_update_base(sites, values)
         scalars = {**merged.table.scalars, **(_gradient_norm(sites, values) if merged.is_whole else {})}

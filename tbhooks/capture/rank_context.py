@@ -15,7 +15,7 @@ from tbhooks.capture import sharded_tensors
 from tbhooks.capture.packed_step import PackedStep
 from tbhooks.data.process_rank import rank_and_world
 from tbhooks.data.self_report import Report
-from tbhooks.data.step_table import Merged, Table
+from tbhooks.data.step_table import MergedStep, StepTable
 
 
 class RankGroup(Protocol):
@@ -24,7 +24,7 @@ class RankGroup(Protocol):
     world: int
     is_over: bool
 
-    def merge(self, table: Table, report: Report) -> Merged | None: ...
+    def merge(self, table: StepTable, report: Report) -> MergedStep | None: ...
 
     def give_up(self) -> None: ...
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import tbhooks
 from tbhooks import rules, runs
 from tbhooks.cli import run as running
+from tbhooks.data.errors import check_integer
 from tbhooks.drawing.text import printable
 from tbhooks.runs import below, compare, report_data
 from tbhooks.views import report_html, report_text
@@ -221,14 +222,13 @@ def _bench(options: argparse.Namespace) -> int:
 def _measured(options: argparse.Namespace) -> int:
     import torch  # noqa: PLC0415  the other commands do without
 
-    from tbhooks.api.validation import whole_number  # noqa: PLC0415
     from tbhooks.cli import bench  # noqa: PLC0415
 
     if options.threads is not None:
-        torch.set_num_threads(whole_number("threads", options.threads))
+        torch.set_num_threads(check_integer("threads", options.threads))
     for name in ("every", "steps"):
         if getattr(options, name) is not None:
-            whole_number(name, getattr(options, name))
+            check_integer(name, getattr(options, name))
     workload = bench.load(options.model, bench.device_named(options.device))
     result = bench.measure(workload, options.every, options.steps, _tell, _rounds_done)
     if options.json:

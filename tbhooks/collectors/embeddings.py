@@ -22,7 +22,7 @@ from tbhooks.capture.hooks.collectors import guarded
 from tbhooks.capture.packed_step import Attached, Read
 from tbhooks.capture.recorder import Recorder
 from tbhooks.data.artifacts import Artifact, Embedding
-from tbhooks.data.errors import ArgumentError, nearest, shown
+from tbhooks.data.errors import ArgumentError, nearest, quoted
 from tbhooks.data.frame import ROOT
 from tbhooks.data.self_report import Report
 from tbhooks.drawing.tensor_grid import thumbnails_of
@@ -48,7 +48,7 @@ class Source:
         elif not callable(given) and not isinstance(given, Tensor | np.ndarray | list | tuple):
             raise ArgumentError(
                 f"{what} is a call without arguments that gives those of the current batch, an argument's name of the "
-                f"model's forward, or a tensor or list for a batch that is always the same, not {shown(given)}"
+                f"model's forward, or a tensor or list for a batch that is always the same, not {quoted(given)}"
             )
         self._of_argument: Any = None
 

@@ -118,7 +118,7 @@ class Reading:
     site: Site
     row: Floats
     counts: Counts
-    between: Floats = field(default_factory=lambda: spread.nothing(1)[0])
+    between: Floats = field(default_factory=lambda: spread.empty(1)[0])
     more: Mapping[str, float] = field(default_factory=dict)
     """`entropy` and `max_logit` of attention, `dead_fraction` of rectified units; NaN for anything else."""
 
@@ -170,13 +170,13 @@ class Frame:
     buckets: Counts
     findings: tuple[Finding, ...] = ()
     scalars: Mapping[str, float] = field(default_factory=dict)
-    spreads: Floats = field(default_factory=lambda: spread.nothing(0))
+    spreads: Floats = field(default_factory=lambda: spread.empty(0))
     artifacts: tuple[Artifact, ...] = ()
 
     def __post_init__(self) -> None:
         n = len(self.sites)
         if not self.spreads.size:
-            object.__setattr__(self, "spreads", spread.nothing(n))
+            object.__setattr__(self, "spreads", spread.empty(n))
         if self.values.shape != (n, len(COLUMNS)) or self.buckets.shape not in ((n, 0), (n, BUCKETS)):
             raise ArgumentError(
                 f"a frame of {n} sites needs values of shape {(n, len(COLUMNS))} and buckets of shape {(n, BUCKETS)} "
@@ -241,6 +241,10 @@ class Frame:
     def __contains__(self, key: object) -> bool:
         return key in self._index
 
+    def position(self, name: str, kind: str) -> int | None:
+        """The index of a site in `sites`, `values` and `buckets`; None if the frame has no such site."""
+        return self._index.get((name, kind))
+
     def stat(self, name: str) -> Floats:
         """One statistic of every site, in the order of `sites`."""
         return stats.stat(name, self.values, self.buckets)
@@ -272,7 +276,7 @@ class Frame:
             buckets=buckets,
             findings=tuple(Finding.from_dict(finding) for finding in data["findings"]),
             scalars=data["scalars"],
-            spreads=np.array(data["spreads"], dtype=np.float64) if "spreads" in data else spread.nothing(n),
+            spreads=np.array(data["spreads"], dtype=np.float64) if "spreads" in data else spread.empty(n),
         )  # fmt: skip
 
     def compare(self, other: Frame) -> Any:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, overload
 
 import numpy as np
 
+from tbhooks.data import rank_spread
 from tbhooks.data.errors import ArgumentError, UnknownSiteError, nearest
 from tbhooks.data.frame import Frame
-from tbhooks.data.rank_spread import nothing
 from tbhooks.data.stats import STAT_NAMES, Floats
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class History:
             if len(self._frames) > MOST_WITH_BUCKETS:
                 old = self._frames[-MOST_WITH_BUCKETS - 1]
                 self._frames[-MOST_WITH_BUCKETS - 1] = replace(
-                    old, buckets=np.zeros((len(old.sites), 0), np.int64), spreads=nothing(len(old.sites))
+                    old, buckets=np.zeros((len(old.sites), 0), np.int64), spreads=rank_spread.empty(len(old.sites))
                 )
 
     def judged(self, frame: Frame) -> None:

@@ -1,4 +1,4 @@
-"""Any value as JSON can hold it, and back: NaN and infinities, for which JSON has no word, are strings."""
+"""Values as JSON can hold them. JSON has no NaN and no infinities: they become the strings "nan", "inf" and "-inf"."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import numpy as np
 WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
-def plain(value: Any) -> Any:
-    """Only dicts, lists, strings and numbers; whatever else there is becomes its text."""
+def to_jsonable(value: Any) -> Any:
+    """Returns dicts, lists, strings, numbers and None. Objects of other types become their `str`."""
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): to_jsonable(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
+        return [to_jsonable(item) for item in value]
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
@@ -24,6 +24,6 @@ def plain(value: Any) -> Any:
     return value if isinstance(value, str | int | float | None) else str(value)
 
 
-def number(value: Any) -> Any:
-    """What stands where a number should: the number that a word was written for."""
+def parse_number(value: Any) -> Any:
+    """Returns the float that `to_jsonable` wrote as a string; other values unchanged."""
     return WORDS.get(value, value) if isinstance(value, str) else value

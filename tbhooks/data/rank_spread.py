@@ -31,7 +31,7 @@ class Spread:
     """How many have a value."""
 
 
-def nothing(sites: int) -> Floats:
+def empty(sites: int) -> Floats:
     """What a frame of a single rank has."""
     return np.zeros((sites, 0, len(FIELDS)))
 

@@ -1,6 +1,6 @@
-"""What a watch knows about itself: what it saw, what it could not see and why, what went wrong, what it cost.
+"""What a watch reports about itself: what it skipped and why, its errors, dropped steps and time spent.
 
-Trouble is counted here and told once through `logging`; nothing is printed and nothing is raised.
+Each problem is counted, and logged once through `logging`. Nothing is printed or raised.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from typing import ClassVar
 logger = logging.getLogger("tbhooks")
 logger.addHandler(logging.NullHandler())
 
-
 # A message that changes with every step must not fill the memory of a long run.
 MOST_MESSAGES = 200
-_NOT_SEEN = "not seen: "
+_SKIPPED = "skipped: "
 
 
 def listed(names: list[str]) -> str:
-    """The first few of them."""
+    """The first five names, and how many more there are."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
@@ -38,40 +37,44 @@ def _by_value(mapping: dict[str, str]) -> dict[str, list[str]]:
 
 @dataclass(frozen=True)
 class Stats:
-    """A snapshot of a watch's self-report (`Watch.stats`)."""
+    """What a watch reports about itself, as a snapshot: returned by `Watch.stats`.
+
+    Printing it gives one line per topic. Everything that was skipped is listed by its reason.
+    """
 
     steps: int
     """Steps that have ended, logged or not."""
     logged: int
-    """Steps handed to the pump."""
+    """Logged steps that were passed to the background thread."""
     hooks_fired: int
+    """Calls of the hooks of this watch."""
     unseen: dict[str, str]
-    """What could not be seen, and why."""
+    """The modules, tensors and parameters without statistics, and the reason for each."""
     aliases: dict[str, str]
-    """Further names of shared modules, and the name they are logged under."""
+    """Further paths of modules that occur more than once in the model, and the path they are logged under."""
     errors: int
-    """Exceptions of ours, caught; their texts are in `messages`."""
+    """Exceptions inside tbhooks. They were caught; `messages` has their texts."""
     dropped: int
-    """Logged steps not written: the queue was full (512 steps or 64 MB waited for a slow sink), or every sink failed.
-    It counts as it happens."""
+    """Logged steps that were not written, because the queue was full (512 steps or 64 MB) or because every sink failed.
+    """
     messages: tuple[str, ...]
+    """What was logged through `logging.getLogger("tbhooks")`, each message once."""
     seconds_training: float
-    """Time spent in the training thread."""
+    """Time that tbhooks spent in the training thread."""
     seconds_pump: float
-    """Time spent in the background thread."""
+    """Time that tbhooks spent in its background thread."""
     seconds_views: float
-    """The part of it that live views took."""
+    """The part of `seconds_pump` that live views took."""
     clock: str
     """What ends a step: "optimizer", "forward" or "manual"; "auto" until that is known."""
     skipped: int
-    """Steps that a GradScaler left out because of infinite gradients."""
+    """Optimizer steps that a GradScaler skipped because of infinite gradients."""
     kernel: str
     """What reduces CPU tensors: "C", or "torch" where the package was built without a compiler."""
     device_kernel: str
-    """What reduces CUDA tensors: "triton" where it is installed, or "torch", followed by why if it failed."""
+    """What reduces CUDA tensors: "triton" or "torch", followed by the error if Triton failed."""
 
     def __repr__(self) -> str:
-        """Line by line; what could not be seen is listed once, by its reason."""
         views = f"of which {self.seconds_views:.3g} for views"
         lines = [
             f"steps: {self.steps}, counted by: {self.clock}",
@@ -80,18 +83,18 @@ class Stats:
             f"hooks fired: {self.hooks_fired}; kernel: {self.kernel}, for CUDA {self.device_kernel}",
             f"errors of tbhooks: {self.errors}",
         ]
-        lines += [f"not seen: {listed(names)}: {why}" for why, names in _by_value(self.unseen).items()]
+        lines += [f"{_SKIPPED}{listed(names)}: {why}" for why, names in _by_value(self.unseen).items()]
         lines += [f"also called {listed(others)}: {name}" for name, others in _by_value(self.aliases).items()]
-        lines += [f"message: {message}" for message in self.messages if not message.startswith(_NOT_SEEN)]
+        lines += [f"message: {message}" for message in self.messages if not message.startswith(_SKIPPED)]
         return "\n".join(lines)
 
 
 @dataclass(eq=False)
 class Report:
-    """The counters behind `Stats`, shared by everything that belongs to one watch."""
+    """The counters and messages behind `Stats`, shared by all parts of one watch. Its methods are thread-safe."""
 
     is_quiet: bool = False
-    """Whether only errors are logged: the first rank speaks for the others."""
+    """Whether only errors are logged. Set on all ranks but the first, so that a message appears once per job."""
     hooks_fired: int = 0
     errors: int = 0
     dropped: int = 0
@@ -101,11 +104,11 @@ class Report:
     unseen: dict[str, str] = field(default_factory=dict)
     messages: list[str] = field(default_factory=list)
     _all: ClassVar[tuple[weakref.ref[Report], ...]] = ()
-    # The thread in which our work is being done.
-    _at_work: int | None = None
-    _told: set[str] = field(default_factory=set)
-    _untold: dict[str, list[str]] = field(default_factory=dict)
-    # Re-entrant: a signal may be handled in the middle of a message.
+    # The id of the thread that executes code of tbhooks right now.
+    _busy_thread: int | None = None
+    _logged: set[str] = field(default_factory=set)
+    _not_yet_logged: dict[str, list[str]] = field(default_factory=dict)
+    # Re-entrant: a signal handler may log while a message is being logged.
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def __post_init__(self) -> None:
@@ -113,61 +116,74 @@ class Report:
 
     @contextlib.contextmanager
     def guarded(self, where: str) -> Iterator[None]:
-        """Keeps every exception of ours away from training, and adds up the time spent."""
+        """Catches and counts every exception of the block, and adds its duration to `seconds_training`."""
         started = self.enter()
         try:
             yield
-        except Exception as problem:  # whatever it is, it is ours and not the user's
+        except Exception as problem:  # training must not see an exception of tbhooks
             self.error(where, problem)
         finally:
             self.leave(started)
 
     @property
     def is_at_work(self) -> bool:
-        """Whether what runs in this thread now is ours, or that of another watch."""
-        here = threading.get_ident()
-        return any((report := other()) is not None and report._at_work == here for other in Report._all)
+        """Whether this thread executes code of tbhooks right now, for this watch or for another one."""
+        return any(report.busy_thread == threading.get_ident() for ref in Report._all if (report := ref()) is not None)
+
+    @property
+    def busy_thread(self) -> int | None:
+        """The id of the thread inside `guarded`, or None."""
+        return self._busy_thread
 
     def enter(self) -> float | None:
-        """The time at which our work in the training thread begins; None inside work that has begun already."""
-        if self._at_work is not None:
+        """Starts measuring and returns the start time; returns None if a measurement is already running.
+
+        `enter` and `leave` are the two halves of `guarded`, for places where microseconds count.
+        """
+        if self._busy_thread is not None:
             return None
-        self._at_work = threading.get_ident()
+        self._busy_thread = threading.get_ident()
         return time.perf_counter()
 
     def leave(self, started: float | None) -> None:
-        """Adds up the time since `enter`. The two spell `guarded` out where microseconds count."""
+        """Adds the time since `enter`, which returned `started`."""
         if started is not None:
-            self._at_work = None
+            self._busy_thread = None
             self.seconds_training += time.perf_counter() - started
 
     def forked(self) -> None:
-        """In a forked child, whoever held the lock does not exist."""
+        """Renews the lock in a forked child: the thread that held it may not exist there."""
         self._lock = threading.RLock()
 
     def wait_for_others(self, timeout_s: float = 5.0) -> None:
-        """Waits until no other thread is in the middle of our work."""
+        """Waits until no other thread executes code of tbhooks for this watch."""
         deadline = time.monotonic() + timeout_s
-        while self._at_work not in (None, threading.get_ident()) and time.monotonic() < deadline:
+        while self._busy_thread not in (None, threading.get_ident()) and time.monotonic() < deadline:
             time.sleep(0.001)
 
     def error(self, where: str, problem: BaseException) -> None:
-        """Counts an exception of ours and tells each kind of it once."""
-        with self._lock:  # training and the background thread count here
+        """Counts a caught exception and logs it, each type at each place once."""
+        with self._lock:  # the training thread and the background thread both count
             self.errors += 1
-        self.log_once(f"{where}: {described(problem)}", level=logging.ERROR, once=f"{where}: {type(problem).__name__}")
+        self.log_once(
+            f"{where}: {describe_exception(problem)}", level=logging.ERROR, once=f"{where}: {type(problem).__name__}"
+        )
 
     def drop(self, why: str, steps: int = 1) -> None:
+        """Counts logged steps that are not written."""
         with self._lock:
             self.dropped += steps
         self.log_once(f"a logged step was dropped: {why}", level=logging.WARNING)
 
     def log_once(self, message: str, level: int = logging.WARNING, once: str | None = None) -> None:
-        """Says something once, to the log and to `Stats.messages`; `once` stands for what may vary in it."""
+        """Logs a message and adds it to `messages`, unless it was logged before.
+
+        `once` identifies messages that vary from time to time: the first one with this text is logged.
+        """
         with self._lock:
-            if (once or message) in self._told or len(self._told) > MOST_MESSAGES:
+            if (once or message) in self._logged or len(self._logged) > MOST_MESSAGES:
                 return
-            self._told.add(once or message)
+            self._logged.add(once or message)
             self.messages.append(message)
         if level >= logging.ERROR or not self.is_quiet:
             logger.log(level, "%s", message)
@@ -177,21 +193,21 @@ class Report:
         with self._lock:
             if name not in self.unseen or (replace and self.unseen[name] != why):
                 self.unseen[name] = why
-                self._untold.setdefault(why, []).append(name)
+                self._not_yet_logged.setdefault(why, []).append(name)
 
     def mark_seen(self, name: str) -> None:
         """Notes that there are statistics of `name`, which may have been marked as unseen."""
         self.unseen.pop(name, None)
 
     def log_unseen(self) -> None:
-        """One line for each reason that is new since the last call."""
-        with self._lock:  # another thread may be adding to it
-            untold, self._untold = self._untold, {}
-        for why, names in untold.items():
-            self.log_once(f"{_NOT_SEEN}{listed(names)}: {why}", level=logging.INFO)
+        """Logs one line per reason for everything that was marked as unseen since the last call."""
+        with self._lock:
+            not_yet_logged, self._not_yet_logged = self._not_yet_logged, {}
+        for why, names in not_yet_logged.items():
+            self.log_once(f"{_SKIPPED}{listed(names)}: {why}", level=logging.INFO)
 
 
-def described(problem: BaseException) -> str:
-    """Its type and text; torch can fill pages with one."""
+def describe_exception(problem: BaseException) -> str:
+    """The type and the text of an exception. The text is shortened: some of torch's fill pages."""
     text = textwrap.shorten(str(problem), 300)
     return f"{type(problem).__name__}: {text}" if text else type(problem).__name__

@@ -1,4 +1,7 @@
-"""The numbers of one logged step by site, before statistics are derived from them: of one rank, or of all merged."""
+"""The statistics of one logged step as a table with one row per site: of one rank, or of all ranks merged.
+
+A step is in this form between the device-to-host copy and the `Frame`, where ranks exchange and merge it.
+"""
 
 from __future__ import annotations
 
@@ -12,39 +15,40 @@ from tbhooks.data import stats
 from tbhooks.data.frame import Site
 from tbhooks.data.stats import Counts, Floats
 
-Whole = NDArray[np.int64]
+Integers = NDArray[np.int64]
 
-UNKNOWN_PIECE = (-1, 0)
-"""Of an output that says nothing about how it is spread: every rank's is its own, unless they are all the same."""
-WHOLE = (0, 1)
-"""Of a parameter that every rank has all of."""
-OF_PARAMETERS = ("weight", "weight_gradient", "update")
+UNKNOWN_SHARD = (-1, 0)
+"""The shard of an output. Nothing says how it is sharded: each rank has its own, unless all of them are equal."""
+UNSHARDED = (0, 1)
+"""The shard of a parameter that every rank holds as a whole."""
+PARAMETER_KINDS = ("weight", "weight_gradient", "update")
 RANKS = "train.ranks"
-"""How many ranks a frame's numbers are of."""
+"""The scalar that says how many ranks a frame was merged from."""
 
 
 @dataclass(frozen=True, eq=False)
-class Table:
-    """The numbers of a logged step by site, before anything is derived from them."""
+class StepTable:
+    """One logged step of one rank, or of all ranks merged."""
 
     step: int
     sites: Sequence[Site] = ()
     values: Floats = field(default_factory=lambda: stats.empty_rows(0))
     counts: Counts = field(default_factory=lambda: np.zeros((0, 0), np.int64))
-    pieces: Whole = field(default_factory=lambda: np.zeros((0, 2), np.int64))
-    """Of each site, which piece of the whole it is, and of how many."""
+    shards: Integers = field(default_factory=lambda: np.zeros((0, 2), np.int64))
+    """For each site the index of its shard, and the number of shards."""
     scalars: dict[str, float] = field(default_factory=dict)
     earlier: dict[int, dict[str, float]] = field(default_factory=dict)
+    """Scalars of earlier steps, which were logged after those had been submitted."""
     group: int = 0
-    """The lowest rank of those that work on the same batch."""
+    """The lowest of the ranks that work on the same batch."""
 
 
 @dataclass(frozen=True, eq=False)
-class Merged:
-    """The numbers of all ranks, and how far they lie apart."""
+class MergedStep:
+    """One logged step of all ranks, and how far the ranks differ."""
 
-    table: Table
+    table: StepTable
     spreads: Floats
     notes: tuple[str, ...] = ()
     is_whole: bool = True
-    """Whether no piece of a parameter is missing."""
+    """False if a shard of a parameter is missing."""

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 from tbhooks.data import rank_spread, stats
 from tbhooks.data.frame import EVALUATION_SINCE, NONFINITE_SINCE, RAW_GRADIENT_NORM, SKIPPED, Site
-from tbhooks.data.jsonable import number, plain
+from tbhooks.data.jsonable import parse_number, to_jsonable
 from tbhooks.data.stats import Counts, Floats
-from tbhooks.data.step_table import OF_PARAMETERS, RANKS, Merged, Table, Whole
+from tbhooks.data.step_table import PARAMETER_KINDS, RANKS, Integers, MergedStep, StepTable
 
 _UNUSED = -2
 """Of a parameter that a rank has and does not train, while another does."""
@@ -51,9 +51,12 @@ class Writer:
         self.left_out: set[str] = set()
         """What did not fit, in words."""
 
-    def write(self, table: Table) -> bytes:
+    def write(self, table: StepTable) -> bytes:
         numbers = np.array([self._number(site) for site in table.sites], np.int64)
-        scalars = {"scalars": plain(table.scalars), "earlier": {str(k): plain(v) for k, v in table.earlier.items()}}
+        scalars = {
+            "scalars": to_jsonable(table.scalars),
+            "earlier": {str(k): to_jsonable(v) for k, v in table.earlier.items()},
+        }
         room = self.size - _HEADER.size - len(json.dumps(scalars)) - 64
         rows = min(len(numbers), max(room, 0) // _ROW_BYTES)
         if rows < len(numbers):
@@ -67,7 +70,7 @@ class Writer:
         named = self._new_names(table.sites[:rows], numbers[:rows], room)
         tail = json.dumps({**scalars, "names": named}, separators=(",", ":")).encode()
         header = _HEADER.pack(_VERSION, table.step, rows, len(counts), len(tail), table.group, len(table.sites))
-        arrays = (numbers[:rows], table.pieces[:rows], table.values[:rows])
+        arrays = (numbers[:rows], table.shards[:rows], table.values[:rows])
         data = b"".join((header, *(array.tobytes() for array in arrays), counts, tail))
         return data.ljust(self.size, b"\0")
 
@@ -77,7 +80,7 @@ class Writer:
             self._numbers[site] = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
         return self._numbers[site]
 
-    def _new_names(self, sites: Sequence[Site], numbers: Whole, room: int) -> dict[str, list[str]]:
+    def _new_names(self, sites: Sequence[Site], numbers: Integers, room: int) -> dict[str, list[str]]:
         """As many as fit; the rows of the others are understood when their names have come."""
         found: dict[str, list[str]] = {}
         for site, value in zip(sites, numbers.tolist(), strict=True):
@@ -99,7 +102,7 @@ class Reader:
         self._with_buckets = with_buckets
         self._sites: dict[int, Site] = {}
 
-    def read(self, data: bytes) -> Table:
+    def read(self, data: bytes) -> StepTable:
         version, step, rows, count_bytes, tail_bytes, group, _ = _HEADER.unpack_from(data)
         if version != _VERSION:
             raise ValueError("this is not what a watch of this version sends")
@@ -118,7 +121,7 @@ class Reader:
         if len(sites) < rows:  # a name is still to come
             known = np.array([site is not None for site in found])
             values, counts, pieces = values[known], counts[known], pieces[known]
-        return Table(
+        return StepTable(
             step, sites, values, counts, pieces, _numbers(tail["scalars"]),
             {int(key): _numbers(each) for key, each in tail["earlier"].items()}, group,
         )  # fmt: skip
@@ -145,24 +148,24 @@ def _unpacked(data: bytes, rows: int) -> Counts:
 
 
 def _numbers(data: dict[str, Any]) -> dict[str, float]:
-    return {tag: number(value) for tag, value in data.items()}
+    return {tag: parse_number(value) for tag, value in data.items()}
 
 
-def merge(tables: Sequence[Table]) -> Merged:
+def merge(tables: Sequence[StepTable]) -> MergedStep:
     """What all ranks saw, the first one's order first: as if one process had seen it all."""
     sites, owner = _all_sites([list(table.sites) for table in tables])
     rank = np.repeat(np.arange(len(tables)), [len(table.sites) for table in tables])
     values = np.concatenate([table.values for table in tables])
-    pieces = np.concatenate([table.pieces for table in tables])
+    pieces = np.concatenate([table.shards for table in tables])
     groups = np.array([table.group for table in tables], np.int64)[rank]
     used = _is_used(sites, owner, rank)
     kept, apart = _once_each(sites, owner, groups, np.where(used, pieces[:, 0], _UNUSED), values)
     kept &= used
     kept, missing = _without_torn(sites, owner, pieces, kept)
-    together = Table(
+    together = StepTable(
         tables[0].step, sites, stats.merge(values[kept], owner[kept], len(sites)),
         _merge_counts(tables, owner, kept),
-        pieces=np.zeros((len(sites), 2), np.int64), scalars=_merge_scalars([table.scalars for table in tables]),
+        shards=np.zeros((len(sites), 2), np.int64), scalars=_merge_scalars([table.scalars for table in tables]),
         earlier={
             step: _merge_scalars([table.earlier.get(step, {}) for table in tables])
             for step in sorted({step for table in tables for step in table.earlier})
@@ -178,7 +181,7 @@ def merge(tables: Sequence[Table]) -> Merged:
     together = replace(
         together, sites=[sites[i] for i in left], values=together.values[left], counts=together.counts[left]
     )
-    return Merged(together, spreads[left], tuple(_told(sites, apart, missing)), is_whole=not missing)
+    return MergedStep(together, spreads[left], tuple(_told(sites, apart, missing)), is_whole=not missing)
 
 
 def _all_sites(of_ranks: list[list[Site]]) -> tuple[list[Site], NDArray[np.intp]]:
@@ -189,7 +192,7 @@ def _all_sites(of_ranks: list[list[Site]]) -> tuple[list[Site], NDArray[np.intp]
     return list(order), np.array([order[site] for theirs in of_ranks for site in theirs], np.intp)
 
 
-def _merge_counts(tables: Sequence[Table], owner: NDArray[np.intp], kept: NDArray[np.bool_]) -> Counts:
+def _merge_counts(tables: Sequence[StepTable], owner: NDArray[np.intp], kept: NDArray[np.bool_]) -> Counts:
     """Without columns if any rank that saw something sent none."""
     sites = int(owner.max(initial=-1)) + 1
     if not sites or not all(table.counts.shape[1] for table in tables if len(table.sites)):
@@ -204,13 +207,13 @@ def _merge_counts(tables: Sequence[Table], owner: NDArray[np.intp], kept: NDArra
 
 
 def _spreads(
-    sites: list[Site], owner: NDArray[np.intp], rank: NDArray[np.intp], groups: Whole, kept: NDArray[np.bool_],
+    sites: list[Site], owner: NDArray[np.intp], rank: NDArray[np.intp], groups: Integers, kept: NDArray[np.bool_],
     used: NDArray[np.bool_], values: Floats,
 ) -> Floats:  # fmt: skip
     """Between ranks for parameters; for outputs between those that have a batch of their own, pieces put together."""
     if not len(owner):
-        return rank_spread.nothing(len(sites))
-    of_parameter = np.array([site.kind in OF_PARAMETERS for site in sites])[owner]
+        return rank_spread.empty(len(sites))
+    of_parameter = np.array([site.kind in PARAMETER_KINDS for site in sites])[owner]
     world = int(max(rank.max(), groups.max())) + 1
     who = np.where(of_parameter, rank, groups)
     shown = kept | (of_parameter & used)
@@ -232,7 +235,7 @@ def _is_used(sites: list[Site], owner: NDArray[np.intp], rank: NDArray[np.intp])
 
 
 def _once_each(
-    sites: list[Site], owner: NDArray[np.intp], groups: Whole, pieces: Whole, values: Floats
+    sites: list[Site], owner: NDArray[np.intp], groups: Integers, pieces: Integers, values: Floats
 ) -> tuple[NDArray[np.bool_], list[int]]:
     """Which rows count, so that replicas do not count twice; and the parameters whose replicas are none.
 
@@ -241,7 +244,7 @@ def _once_each(
     """
     if not len(owner):
         return np.zeros(0, bool), []
-    of_parameter = np.array([site.kind in OF_PARAMETERS for site in sites])[owner]
+    of_parameter = np.array([site.kind in PARAMETER_KINDS for site in sites])[owner]
     scope = np.where(of_parameter, -1, groups)
     _, first, key = np.unique(np.stack([owner, scope, pieces], axis=1), axis=0, return_index=True, return_inverse=True)
     key = key.reshape(-1)
@@ -255,13 +258,13 @@ def _once_each(
 
 
 def _without_torn(
-    sites: list[Site], owner: NDArray[np.intp], pieces: Whole, kept: NDArray[np.bool_]
+    sites: list[Site], owner: NDArray[np.intp], pieces: Integers, kept: NDArray[np.bool_]
 ) -> tuple[NDArray[np.bool_], set[int]]:
     """Without parameters of which a piece is missing, because a rank did not read or has dropped it."""
     missing = set()
     for i in np.unique(owner[pieces[:, 1] > 1]):
         mine = (owner == i) & kept
-        if len(np.unique(pieces[mine, 0])) < pieces[mine, 1].max(initial=1) and sites[i].kind in OF_PARAMETERS:
+        if len(np.unique(pieces[mine, 0])) < pieces[mine, 1].max(initial=1) and sites[i].kind in PARAMETER_KINDS:
             missing.add(int(i))
     return kept & ~np.isin(owner, list(missing)), missing
 

@@ -28,7 +28,7 @@ from tbhooks.data.errors import ArgumentError
 from tbhooks.data.patching import wrapping
 from tbhooks.data.process_rank import rank_and_world
 from tbhooks.data.self_report import Report
-from tbhooks.data.step_table import Merged, Table
+from tbhooks.data.step_table import MergedStep, StepTable
 from tbhooks.distributed import handshake, merge
 from tbhooks.distributed.merge import Reader, Writer
 
@@ -151,7 +151,7 @@ class GlooRankGroup:
         reads = self._everyone or self.rank == 0
         self._theirs = [torch.zeros(self.size, dtype=torch.uint8) for _ in range(self.world if reads else 0)]
 
-    def merge(self, table: Table, report: Report) -> Merged | None:
+    def merge(self, table: StepTable, report: Report) -> MergedStep | None:
         """What all ranks saw of the step; None where that is another's to know, or there is no team any more."""
         if self.is_over:
             return None
@@ -178,7 +178,7 @@ class GlooRankGroup:
             report.log_once(note, once=note.partition(" of ")[0] + " differ between ranks")
         return merged
 
-    def _exchanged(self, table: Table) -> list[Table] | None:
+    def _exchanged(self, table: StepTable) -> list[StepTable] | None:
         self._mine.numpy()[:] = np.frombuffer(self._writer.write(table), np.uint8)
         self.collectives += 1
         if self._everyone:

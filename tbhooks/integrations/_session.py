@@ -7,9 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from tbhooks.api import validation
 from tbhooks.api.watch import Watch, watch
-from tbhooks.data.errors import ArgumentError, check_names
+from tbhooks.data.errors import ArgumentError, check_integer, check_names
 
 # The framework says which model, and when a step ends.
 OPTIONS = tuple(inspect.signature(watch, follow_wrapped=False).parameters.keys() - {"model", "writer", "every", "step"})
@@ -20,7 +19,7 @@ class Trainings:
 
     def __init__(self, every: int, options: dict[str, Any]) -> None:
         self.watch: Watch | None = None
-        self._every = validation.whole_number("every", every)
+        self._every = check_integer("every", every)
         self._options = options
         self._optimizer_steps = 0
         if "step" in options:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tbhooks.data.frame import Finding, Site
-from tbhooks.data.jsonable import plain
+from tbhooks.data.jsonable import to_jsonable
 from tbhooks.data.stats import BUCKETS, INFS, LOWER, MAX, MIN, NANS, QUANTILES, STATS, UPPER, Counts
 from tbhooks.plugin.arrays import Histograms, Places, Rows, Stored
 from tbhooks.plugin.index import Kind, RunIndex
@@ -30,7 +30,7 @@ def matrix_bytes(names: dict[str, str], sites: Sequence[Site], rows: Rows, matri
     at, values = matrix.at[later], matrix.values[later]
     pairs, more = _nonfinite(rows, at, sites)
     header = {
-        **names, "sites": len(sites), "steps": rows.steps[at].tolist(), "times": plain(rows.times[at].tolist()),
+        **names, "sites": len(sites), "steps": rows.steps[at].tolist(), "times": to_jsonable(rows.times[at].tolist()),
         "nonfinite": pairs, **({"nonfinite_more": True} if more else {}), **({"thinned": True} if rows.thinned else {}),
     }  # fmt: skip
     text = json.dumps(header, allow_nan=False, separators=(",", ":")).encode()
@@ -48,7 +48,7 @@ def _nonfinite(rows: Rows, at: Places, sites: Sequence[Site]) -> tuple[list[list
 
 def dumps(value: Any) -> bytes:
     """JSON of plain ASCII, in which what JSON has no number for is a word."""
-    return json.dumps(plain(value), allow_nan=False, separators=(",", ":")).encode()
+    return json.dumps(to_jsonable(value), allow_nan=False, separators=(",", ":")).encode()
 
 
 def run_entry(run: RunIndex) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tbhooks.data.frame import Finding
-from tbhooks.data.jsonable import plain
+from tbhooks.data.jsonable import to_jsonable
 from tbhooks.data.stats import COUNT, INFS, NANS, ZEROS
 from tbhooks.plugin import index as catalogue
 from tbhooks.plugin.arrays import Histogram, Histograms, Places, Rows, Source, Stored, Told
@@ -186,5 +186,5 @@ def _told(read: Reader, tag: Tag) -> Told:
 def _tellable(findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
     """Raises for evidence that reads, but is nested too deep to be written again."""
     for finding in findings:
-        plain(finding.evidence)
+        to_jsonable(finding.evidence)
     return findings

@@ -1,7 +1,7 @@
-"""What is wrong with a model, judged from its frames alone.
+"""Rules that detect training issues from the recorded statistics alone.
 
-A rule is a plain function from history to findings about the newest frame; `RULES` is the table of
-those that run by default. Nothing here knows torch, and nothing here can slow training down.
+A rule is a plain function from a `History` to the findings about its newest frame. `RULES` holds the rules that run by
+default, by name. Rules run on the background thread and never touch tensors.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from tbhooks.rules.activations import (
     exploding_activation,
     saturated,
 )
-from tbhooks.rules.engine import Judge
+from tbhooks.rules.engine import RuleEngine
 from tbhooks.rules.gradients import exploding_gradient, update_ratio, vanishing_gradient
-from tbhooks.rules.modes import evaluation_mode
 from tbhooks.rules.numerics import loss_spike, low_precision, non_finite
 from tbhooks.rules.ranks import sick_rank
 from tbhooks.rules.rule import Rule, ShippedRule
-from tbhooks.rules.untrained import missing_gradient, unchanged_weight
+from tbhooks.rules.training import evaluation_mode, missing_gradient, unchanged_weight
 
 SHIPPED = (
     non_finite,
@@ -44,31 +43,37 @@ SHIPPED = (
     evaluation_mode,
 )
 RULES: dict[str, Rule] = {rule.name: rule for rule in SHIPPED}
-"""What `rules="default"` runs."""
+"""The rules of `rules="default"`, by name."""
 
 
 def choose(rules: object) -> tuple[Rule, ...]:
-    """The rules a user asked for: "default", none, or a list of functions and names.
+    """The rules that the `rules` argument of `watch` selects.
 
-    A shipped rule with thresholds of its own takes the place of the one in "default".
+    Args:
+        rules: "default", the name of a rule, or a list of names and functions, which may contain "default". A built-in
+            rule with other thresholds replaces the one in "default".
+
+    Raises:
+        ArgumentError: for an unknown name, or anything that is neither a name nor callable.
+
     """
     if isinstance(rules, str):
         if rules == "default":
             return tuple(RULES.values())
         rules = (rules,)
     if not isinstance(rules, Iterable):
-        raise ArgumentError(f'rules is "default", (), or a list of rules, not {rules!r}')
-    asked = tuple(rules)
-    check_names("rule", (rule for rule in asked if not callable(rule)), ("default", *RULES))
+        raise ArgumentError(f'rules must be "default", () or a list of rules, got {rules!r}')
+    given = tuple(rules)
+    check_names("rule", (rule for rule in given if not callable(rule)), ("default", *RULES))
     chosen: dict[object, Rule] = {}
-    for rule in asked:
+    for rule in given:
         for each in RULES.values() if rule == "default" else [rule if callable(rule) else RULES[rule]]:
             chosen[each.name if isinstance(each, ShippedRule) else each] = each
     return tuple(chosen.values())
 
 
 __all__ = [
-    "RULES", "SHIPPED", "Judge", "Rule", "attention_collapse", "bad_init", "choose", "collapsed_variance",
+    "RULES", "SHIPPED", "Rule", "RuleEngine", "attention_collapse", "bad_init", "choose", "collapsed_variance",
     "dead_units", "evaluation_mode", "exploding_activation", "exploding_gradient", "loss_spike", "low_precision",
     "missing_gradient", "non_finite", "saturated", "sick_rank", "unchanged_weight", "update_ratio",
     "vanishing_gradient",

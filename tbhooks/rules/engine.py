@@ -1,7 +1,7 @@
-"""Runs the rules over a growing history, and decides what is worth telling.
+"""Runs the rules over a growing history and decides which findings to report.
 
-A trouble is told once for a rule and place; again only when it has become worse, and each time after twice as
-many frames as before. Every told finding is logged through `logging.getLogger("tbhooks")`.
+An issue is reported once for each rule and site, and again only after it has become worse, each time after twice as
+many occurrences as before. Each reported finding is logged through `logging.getLogger("tbhooks")`.
 """
 
 from __future__ import annotations
@@ -17,77 +17,79 @@ logger = logging.getLogger("tbhooks")
 
 LEVELS: dict[Severity, int] = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 WORSE = 2.0
-"""How much further beyond its threshold, or in how many times as many places, makes a trouble worse."""
+"""By which factor the excess or the number of affected tensors must grow for an issue to count as worse."""
 
-Place = tuple[str, Site | None]
+IssueKey = tuple[str, Site | None]
 
 
 @dataclass
-class _Case:
-    """What is known of one trouble."""
+class _Issue:
+    """The state of one issue."""
 
     since: int
-    told: Finding
-    times: int = 1
-    told_at: int = 1
-    """How many times it had been found when it was told last."""
+    reported: Finding
+    occurrences: int = 0
+    reported_at: int = 0
+    """The number of occurrences when the issue was last reported."""
 
 
-class Judge:
-    """Called with each new frame; `findings` holds what was told."""
+class RuleEngine:
+    """Checks each new frame. `findings` holds the reported findings.
+
+    Calling the engine appends a frame to the history and returns it with its findings.
+    """
 
     def __init__(self, rules: tuple[Rule, ...], history: History) -> None:
         self._rules = rules
         self._history = history
-        self._cases: dict[Place, _Case] = {}
-        self._widespread: dict[str, Place] = {}
-        """Of each rule the trouble that had many places in the last frame: its first place may move."""
+        self._issues: dict[IssueKey, _Issue] = {}
+        # For each rule the issue that affected several tensors in the last frame: its first site may move.
+        self._widespread: dict[str, IssueKey] = {}
         self.findings: list[Finding] = []
 
     def __call__(self, frame: Frame) -> Frame:
         self._history.append(frame)
         if not frame.sites:
             return frame
-        found = [self._follow(finding) for rule in self._rules for finding in rule(self._history)]
+        findings = [self._track(finding) for rule in self._rules for finding in rule(self._history)]
         if not frame.is_evaluation:
-            self._widespread = {f.rule: self._place(f) for f in found if f.evidence.get("others")}
-        if found:
-            frame = replace(frame, findings=tuple(found))
+            self._widespread = {f.rule: self._key(f) for f in findings if f.evidence.get("others")}
+        if findings:
+            frame = replace(frame, findings=tuple(findings))
             self._history.judged(frame)
         return frame
 
-    def _follow(self, finding: Finding) -> Finding:
-        """The finding with what is known of its trouble, told if that is due."""
-        place = self._place(finding)
-        case = self._cases.get(place)
-        if case is None:
-            case = self._cases[place] = _Case(finding.evidence.get("since", finding.step), finding)
-            case.times = case.told_at = 0
-        case.times += 1
-        finding = replace(finding, evidence={**finding.evidence, "since": case.since, "times": case.times})
-        if case.times == 1 or _is_worse(finding, case):
-            case.told, case.told_at = finding, case.times
+    def _track(self, finding: Finding) -> Finding:
+        """Adds since when and how often to a finding, and reports it if it is new or worse."""
+        key = self._key(finding)
+        issue = self._issues.get(key)
+        if issue is None:
+            issue = self._issues[key] = _Issue(finding.evidence.get("since", finding.step), finding)
+        issue.occurrences += 1
+        finding = replace(finding, evidence={**finding.evidence, "since": issue.since, "times": issue.occurrences})
+        if issue.occurrences == 1 or _is_worse(finding, issue):
+            issue.reported, issue.reported_at = finding, issue.occurrences
             self.findings.append(finding)
             logger.log(LEVELS[finding.severity], "%s: %s", finding.rule, finding.message)
         return finding
 
-    def _place(self, finding: Finding) -> Place:
-        place = (finding.rule, finding.site)
-        if place in self._cases or not finding.evidence.get("others"):
-            return place
-        return self._widespread.get(finding.rule, place)
+    def _key(self, finding: Finding) -> IssueKey:
+        key = (finding.rule, finding.site)
+        if key in self._issues or not finding.evidence.get("others"):
+            return key
+        return self._widespread.get(finding.rule, key)
 
 
-def _is_worse(finding: Finding, case: _Case) -> bool:
-    told = case.told
-    if LEVELS[finding.severity] > LEVELS[told.severity]:
+def _is_worse(finding: Finding, issue: _Issue) -> bool:
+    before = issue.reported
+    if LEVELS[finding.severity] > LEVELS[before.severity]:
         return True
-    if case.times < 2 * case.told_at:
+    if issue.occurrences < 2 * issue.reported_at:
         return False
-    return any(_size(finding, name) >= WORSE * max(_size(told, name), 1.0) for name in ("excess", "others"))
+    return any(_number(finding, name) >= WORSE * max(_number(before, name), 1.0) for name in ("excess", "others"))
 
 
-def _size(finding: Finding, name: str) -> float:
-    """A number of the evidence; a user's rule may have put anything there."""
+def _number(finding: Finding, name: str) -> float:
+    """A number of the evidence; a user's rule may store any object there."""
     value = finding.evidence.get(name)
     return float(value) if isinstance(value, int | float) else 0.0

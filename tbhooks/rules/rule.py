@@ -1,4 +1,4 @@
-"""What a shipped rule is: a function over a patient with named thresholds, and how its words become findings."""
+"""What a built-in rule is: a function over a `RunView` with named thresholds that yields rule hits."""
 
 from __future__ import annotations
 
@@ -14,55 +14,80 @@ from tbhooks.data.history import History
 from tbhooks.rules.run_view import view_of
 
 Rule = Callable[[History], Sequence[Finding]]
-"""What judges: a plain function from history to findings about the newest frame."""
+"""A plain function from the history of a run to findings about its newest frame."""
+
+MAX_EXCESS = 1e9
+"""Cap of `excess`, whose divisor may be close to zero."""
 
 
 @dataclass(frozen=True)
 class RuleHit:
-    """What a rule saw: `what` and `remedy` are for people; `excess` in the evidence is by how much it is too much."""
+    """A detected issue. `excess` in the evidence is the measured value relative to the threshold."""
 
     site: Site | None
     what: str
     remedy: str
+    """What to do about it, as a sentence."""
     severity: Severity = "warning"
     evidence: Mapping[str, Any] = field(default_factory=dict)
     since: int | None = None
     others: int = 0
-    """How many other places the same cause makes sick."""
+    """Number of other tensors affected by the same issue."""
 
     def finding(self, rule: str, step: int) -> Finding:
         evidence = dict(self.evidence)
         if "excess" in evidence:
-            evidence["excess"] = min(float(evidence["excess"]), MOST_EXCESS)
-        details = [f"step {step}"]
+            evidence["excess"] = min(float(evidence["excess"]), MAX_EXCESS)
+        message = f"{self.what} at step {step}"
         if self.since is not None and self.since < step:
-            details.append(f"since step {self.since}")
+            message += f" (since step {self.since})"
             evidence["since"] = self.since
         if self.others:
-            details.append(f"and {self.others} more place{'s' * (self.others > 1)} like it")
+            message += f"; {self.others} other tensor{'s' * (self.others > 1)} affected"
             evidence["others"] = self.others
-        message = f"{self.what} ({', '.join(details)}). Try {self.remedy}"
-        return Finding(step, self.site, rule, self.severity, message, evidence)
+        return Finding(step, self.site, rule, self.severity, f"{message}. {self.remedy}", evidence)
 
 
-MOST_EXCESS = 1e9
-"""Beyond this, worse is no worse: what is divided by may be zero."""
+_TENSORS = {
+    "activation": "the {} output",
+    "functional": "the {} output",
+    "input": "the {} input",
+    "gradient": "the gradient of the {} output",
+    "weight_gradient": "the gradient of {}",
+    "update": "the update of {}",
+}
 
-Look = Callable[..., Iterable[RuleHit]]
+
+def describe(site: Site) -> str:
+    """The tensor of a site for a message: "the encoder.0 output", "the gradient of fc.weight"."""
+    text = _TENSORS.get(site.plain_kind, "{}").format(site.name)
+    return text if site.kind == site.plain_kind else f"{text} in evaluation"
+
+
+def times(ratio: float) -> str:
+    """A ratio for a message: "1,390x"."""
+    rounded = float(f"{ratio:.3g}")
+    return f"{rounded:,.0f}x" if 100 <= rounded < 1e6 else f"{rounded:.3g}x"
+
+
+Check = Callable[..., Iterable[RuleHit]]
 
 
 class ShippedRule:
-    """A rule of this package: `rule(history)` judges, `rule(threshold=value)` is a copy with other thresholds."""
+    """A built-in rule: `rule(history)` returns findings, `rule(threshold=value)` a copy with other thresholds.
 
-    def __init__(self, look: Look, thresholds: Mapping[str, Any], evaluations: bool = False) -> None:
-        self._look = look
+    Example: `tbhooks.watch(model, rules=["default", tbhooks.rules.dead_units(share=0.5)])`.
+    """
+
+    def __init__(self, check: Check, thresholds: Mapping[str, Any], evaluations: bool = False) -> None:
+        self._check = check
         self._evaluations = evaluations
         self.thresholds = dict(thresholds)
-        functools.update_wrapper(self, look)
+        functools.update_wrapper(self, check)
 
     @property
     def name(self) -> str:
-        return self._look.__name__
+        return self._check.__name__
 
     @overload
     def __call__(self, history: History, /) -> list[Finding]: ...
@@ -74,27 +99,26 @@ class ShippedRule:
         if not history:
             return self._with(thresholds)
         if thresholds or len(history) > 1 or not isinstance(history[0], History):
-            raise ArgumentError(f"{self.name} takes a history, or thresholds by their names; not both")
-        return self._judge(history[0])
-
-    def _judge(self, history: History) -> list[Finding]:
-        view = view_of(history, self._evaluations)
+            raise ArgumentError(f"{self.name} takes a history, or thresholds by name; not both")
+        view = view_of(history[0], self._evaluations)
         if view is None:
             return []
-        return [seen.finding(self.name, view.frame.step) for seen in self._look(view, **self.thresholds)]
+        return [hit.finding(self.name, view.frame.step) for hit in self._check(view, **self.thresholds)]
 
     def _with(self, thresholds: Mapping[str, Any]) -> ShippedRule:
         check_names(f"threshold of {self.name}", thresholds, self.thresholds)
         for name, value in thresholds.items():
-            if not _is_like(value, self.thresholds[name]):
-                raise ArgumentError(f"{name} of {self.name} is like {self.thresholds[name]!r}, not {value!r}")
-        return type(self)(self._look, {**self.thresholds, **thresholds}, self._evaluations)
+            default = self.thresholds[name]
+            if not _is_valid(value, default):
+                kind = "a list" if isinstance(default, tuple) else f"a positive {type(default).__name__}"
+                raise ArgumentError(f"{name} of {self.name} must be {kind} (default {default!r}), got {value!r}")
+        return type(self)(self._check, {**self.thresholds, **thresholds}, self._evaluations)
 
     def __repr__(self) -> str:
         return f"{self.name}({', '.join(f'{name}={value!r}' for name, value in self.thresholds.items())})"
 
 
-def _is_like(value: object, default: object) -> bool:
+def _is_valid(value: object, default: object) -> bool:
     if isinstance(default, tuple):
         return isinstance(value, tuple | list)
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
@@ -102,13 +126,12 @@ def _is_like(value: object, default: object) -> bool:
     return not isinstance(default, int) or isinstance(value, int)
 
 
-def rule(look: Look) -> ShippedRule:
-    """Makes a rule of a function over a patient; its keyword-only arguments are the thresholds."""
-    parameters = inspect.signature(look).parameters.values()
-    return ShippedRule(look, {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY})
+def rule(check: Check, *, evaluations: bool = False) -> ShippedRule:
+    """Makes a rule of a function over a `RunView`; its keyword-only arguments are the thresholds."""
+    parameters = inspect.signature(check).parameters.values()
+    return ShippedRule(check, {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}, evaluations)
 
 
-def rule_of_every_frame(look: Look) -> ShippedRule:
-    """The same for a rule that judges evaluation passes too."""
-    made = rule(look)
-    return ShippedRule(look, made.thresholds, evaluations=True)
+def rule_of_every_frame(check: Check) -> ShippedRule:
+    """Like `rule`, for a function that also checks evaluation passes."""
+    return rule(check, evaluations=True)

@@ -1,12 +1,12 @@
-"""A run as rules look at it: rows of one kind, newest and earlier ones side by side, as arrays.
+"""A run as rules read it: the rows of one kind in the newest and in earlier frames, as arrays.
 
-Built once a frame and shared by all rules. Evaluation passes and frames of scalars alone are left out.
+Built once per frame and shared by all rules. Evaluation passes and frames without tensor statistics are left out.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -23,7 +23,7 @@ Indices = NDArray[np.intp]
 
 @dataclass(frozen=True)
 class Series:
-    """The rows of one kind's sites in a few frames, `values[frame, site]`; NaN where a frame has no such row."""
+    """The rows of all sites of one kind in some frames, `values[frame, site]`; NaN where a frame lacks the site."""
 
     sites: tuple[Site, ...]
     values: Floats
@@ -34,154 +34,155 @@ class Series:
 
     @property
     def is_masked(self) -> Flags:
-        """Where the least value is one that masks are made of, such as -torch.finfo().max, and no other is so large."""
+        """Where the minimum is a typical mask value, such as -torch.finfo().max, far beyond all other values."""
         low, high = self.stat("min"), self.stat("max")
-        far_apart = np.abs(high) <= np.where(_is_of_a_mask(low), 1e-2, 1e-15) * np.abs(low)
-        return np.asarray((low <= -_LEAST_MASK) & (far_apart | (_is_of_a_mask(low) & (low == high))))
+        far_apart = np.abs(high) <= np.where(_is_mask_value(low), 1e-2, 1e-15) * np.abs(low)
+        return np.asarray((low <= -_MIN_MASK) & (far_apart | (_is_mask_value(low) & (low == high))))
 
     def unmasked(self, stat: str) -> Floats:
-        """A measure of size, such as `rms`; where some values are masked, the largest of the others stands for it."""
+        """A magnitude such as `rms`; where some values are masked, the largest of the other values instead."""
         low, high = self.stat("min"), self.stat("max")
         return np.where(self.is_masked, np.where(low == high, np.nan, np.abs(high)), self.stat(stat))
 
     @property
     def present(self) -> Flags:
-        """Which frames have which row."""
+        """Whether a frame has the site, `[frame, site]`."""
         return self.values[..., COUNT] >= 0
 
 
 class RunView:
-    """The training frames of a history; `frame` is the newest, which is the one to be judged."""
+    """The training frames of a history. `frame` is the newest one, which the rules check."""
 
     def __init__(self, frames: Sequence[Frame]) -> None:
         self.frames = tuple(frames)
         self.frame = self.frames[-1]
-        self._places: dict[str, Indices] = {}
         self._sites: dict[str, tuple[Site, ...]] = {}
         self._owners: dict[str, frozenset[str]] = {}
         self._rows: dict[tuple[str, int], Floats] = {}
 
     def sites(self, kind: str) -> tuple[Site, ...]:
-        """The newest frame's sites of a kind, in the order they came in: backwards for gradients."""
+        """The newest frame's sites of a kind in the order they were recorded: backward order for gradients."""
         if kind not in self._sites:
-            self._sites[kind] = tuple(self.frame.sites[i] for i in self._place(kind))
+            self._sites[kind] = tuple(self.frame.sites[i] for i in self._positions(kind))
         return self._sites[kind]
 
     def now(self, kind: str) -> Series:
         return self.last(kind, 1)
 
     def first(self, kind: str) -> Series:
-        """The same sites in the first frame there is."""
+        """The same sites in the first frame."""
         return self._series(kind, [0])
 
     def last(self, kind: str, count: int) -> Series:
-        """The same sites in the last frames, the newest last; fewer if there are not so many."""
+        """The same sites in the last `count` frames, or in all frames if there are fewer; the newest is last."""
         return self._series(kind, range(max(len(self.frames) - count, 0), len(self.frames)))
 
     def buckets(self, kind: str) -> Counts:
-        """Histograms of the newest frame; without columns if it took none."""
-        return self.frame.buckets[self._place(kind)]
+        """The histograms of the newest frame; an array without columns if it has none."""
+        return self.frame.buckets[self._positions(kind)]
 
     def step(self, frames_ago: int) -> int:
         return self.frames[-1 - frames_ago].step
 
     def owners(self, kind: str) -> frozenset[str]:
-        """Paths of the modules that have a parameter of their own among the sites of this kind."""
+        """Paths of the modules that directly own a parameter among the sites of this kind."""
         if kind not in self._owners:
             self._owners[kind] = frozenset(owner(site.path) for site in self.sites(kind))
         return self._owners[kind]
 
     @cached_property
     def recurrent(self) -> frozenset[str]:
-        """Paths of the modules that are an RNN, LSTM or GRU of torch, by the names of their weights."""
+        """Paths of the RNN, LSTM and GRU modules of torch, recognised by their parameter names."""
         hidden = (s.path for s in self.sites("weight") if s.path.rpartition(".")[2].startswith("weight_hh"))
         return frozenset(owner(path) for path in hidden)
 
     @property
     def was_skipped(self) -> bool:
-        """Whether a GradScaler has skipped the newest step, or one since the last frame."""
+        """Whether the GradScaler skipped the newest step, or one since the previous frame."""
         counts = [frame.scalars[SKIPPED] for frame in self.frames[-2:] if SKIPPED in frame.scalars]
         return bool(counts) and counts[-1] > (counts[0] if len(counts) > 1 else 0)
 
-    def _place(self, kind: str) -> Indices:
-        if not self._places:
-            places: dict[str, list[int]] = {}
-            for i, site in enumerate(self.frame.sites):
-                places.setdefault(site.kind, []).append(i)
-            self._places = {name: np.array(found, dtype=np.intp) for name, found in places.items()}
-        return self._places.get(kind, np.zeros(0, dtype=np.intp))
+    @cached_property
+    def _positions_by_kind(self) -> dict[str, Indices]:
+        positions: dict[str, list[int]] = {}
+        for i, site in enumerate(self.frame.sites):
+            positions.setdefault(site.kind, []).append(i)
+        return {kind: np.array(indices, dtype=np.intp) for kind, indices in positions.items()}
 
-    def _series(self, kind: str, numbers: Iterable[int]) -> Series:
-        rows = [self._of_frame(kind, number) for number in numbers]
-        return Series(self.sites(kind), np.stack(rows))
+    def _positions(self, kind: str) -> Indices:
+        return self._positions_by_kind.get(kind, np.zeros(0, dtype=np.intp))
 
-    def _of_frame(self, kind: str, number: int) -> Floats:
-        if (kind, number) not in self._rows:
-            self._rows[kind, number] = self._aligned(kind, self.frames[number])
-        return self._rows[kind, number]
+    def _series(self, kind: str, numbers: Sequence[int]) -> Series:
+        for number in numbers:
+            if (kind, number) not in self._rows:
+                self._rows[kind, number] = self._aligned(kind, self.frames[number])
+        return Series(self.sites(kind), np.stack([self._rows[kind, number] for number in numbers]))
 
     def _aligned(self, kind: str, frame: Frame) -> Floats:
-        # Site objects live as long as the watch, so that this comparison is one of addresses.
+        """The rows of a frame in the order of the newest frame's sites."""
+        # Site objects live as long as the watch: comparing the tuples compares addresses.
         if frame.sites == self.frame.sites:
-            return frame.values[self._place(kind)]
+            return frame.values[self._positions(kind)]
         rows = np.full((len(self.sites(kind)), WIDTH), np.nan)
         for i, site in enumerate(self.sites(kind)):
-            place = frame._index.get((site.name, site.kind))
-            if place is not None:
-                rows[i] = frame.values[place]
+            position = frame.position(site.name, site.kind)
+            if position is not None:
+                rows[i] = frame.values[position]
         return rows
 
 
-_LEAST_MASK = 1e4
-# The largest numbers of float16, bfloat16, float32 and float64; some masks are half of that.
+_MIN_MASK = 1e4
+# The largest values of float16, bfloat16, float32 and float64; some masks are half of that.
 _LARGEST = np.array([65504.0, 2.0**128 * (1 - 2.0**-8), 2.0**128 * (1 - 2.0**-24), np.finfo(np.float64).max])
 _MASKS = np.concatenate([_LARGEST, _LARGEST / 2])
 
 
-def _is_of_a_mask(numbers: Floats) -> Flags:
-    """Whether each is the largest of a format, half of that, or a power of ten: nothing that is computed hits these."""
-    sizes = np.abs(np.nan_to_num(numbers, nan=0.0))
-    tens = np.log10(np.maximum(sizes, 1.0))
-    is_power = (sizes > 0.99 * _LEAST_MASK) & (np.abs(tens - np.round(tens)) < 1e-7)
+def _is_mask_value(values: Floats) -> Flags:
+    """Whether each is the largest value of a dtype, half of that, or a power of ten: computed values never are."""
+    sizes = np.abs(np.nan_to_num(values, nan=0.0))
+    exponents = np.log10(np.maximum(sizes, 1.0))
+    is_power = (sizes > 0.99 * _MIN_MASK) & (np.abs(exponents - np.round(exponents)) < 1e-7)
     return np.asarray(is_power | (np.abs(sizes[..., None] / _MASKS - 1) < 1e-3).any(axis=-1))
 
 
-def middle(numbers: Floats) -> Floats:
-    """The median along the last axis of what is not NaN; NaN where nothing else is."""
-    nothing = np.isnan(numbers).all(axis=-1)
-    if not nothing.any():
-        return np.asarray(np.nanmedian(numbers, axis=-1))
-    known = np.where(np.expand_dims(nothing, -1), 0.0, numbers)
-    return np.where(nothing, np.nan, np.nanmedian(known, axis=-1))
+def median(values: Floats) -> Floats:
+    """The median along the last axis without NaN; NaN where all values are NaN."""
+    empty = np.isnan(values).all(axis=-1)
+    if not empty.any():
+        return np.asarray(np.nanmedian(values, axis=-1))
+    filled = np.where(np.expand_dims(empty, -1), 0.0, values)
+    return np.where(empty, np.nan, np.nanmedian(filled, axis=-1))
 
 
 def in_every_frame(flags: Flags) -> Flags:
-    """Which sites have a flag in each frame of `flags[frame, site]`."""
+    """Which sites are flagged in each frame of `flags[frame, site]`."""
     return np.asarray(flags.all(axis=0))
 
 
 def owner(parameter: str) -> str:
-    """The path of the module a parameter belongs to."""
+    """The path of the module that owns a parameter."""
     return parameter.rpartition(".")[0] or ROOT
 
 
 def is_bias(site: Site) -> bool:
-    """By its name: nothing else in a frame tells it from a scale or an embedding."""
+    """Decided by the parameter's name: the statistics of a bias look like those of a scale or an embedding."""
     return "bias" in site.path.rpartition(".")[2]
 
 
-_examined: weakref.WeakKeyDictionary[History, RunView] = weakref.WeakKeyDictionary()
+_views: weakref.WeakKeyDictionary[History, RunView] = weakref.WeakKeyDictionary()
 
 
 def view_of(history: History, evaluations: bool = False) -> RunView | None:
-    """The run so far; None if the newest frame is of no step, or of an evaluation that nobody asked for."""
+    """The view of a history, built once per frame.
+
+    None if the newest frame has no tensor statistics, or is an evaluation and `evaluations` is false.
+    """
     frames = history[:]
     if not frames or not frames[-1].sites:
         return None
     if frames[-1].is_evaluation:
         return RunView(frames[-1:]) if evaluations else None
-    known = _examined.get(history)
-    if known is None or known.frame is not frames[-1]:
-        known = RunView([frame for frame in frames if frame.sites and not frame.is_evaluation])
-        _examined[history] = known
-    return known
+    view = _views.get(history)
+    if view is None or view.frame is not frames[-1]:
+        view = _views[history] = RunView([frame for frame in frames if frame.sites and not frame.is_evaluation])
+    return view

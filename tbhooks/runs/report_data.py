@@ -17,7 +17,7 @@ from tbhooks.data import findings, grids, stats
 from tbhooks.data.findings import SEVERITIES
 from tbhooks.data.frame import ROOT, Finding, Frame, Site
 from tbhooks.data.grids import Grid
-from tbhooks.data.jsonable import plain
+from tbhooks.data.jsonable import to_jsonable
 from tbhooks.runs import Run
 from tbhooks.runs.scalars import Series
 
@@ -68,7 +68,7 @@ def document(run: Run) -> dict[str, Any]:
     NaN and infinities are the strings "nan", "inf" and "-inf"; a statistic without a value is "nan".
     """
     steps = [frame.step for frame in run.training]
-    told: dict[str, Any] = plain({
+    told: dict[str, Any] = to_jsonable({
         "version": DOCUMENT_VERSION,
         "run": str(run.directory),
         "steps": {"first": steps[0], "last": steps[-1], "logged": len(steps)} if steps else None,
@@ -83,7 +83,7 @@ def document(run: Run) -> dict[str, Any]:
 
 def as_json(value: Mapping[str, Any]) -> str:
     """One document; other programs' parsers know no NaN."""
-    return json.dumps(plain(value), allow_nan=False, indent=1)
+    return json.dumps(to_jsonable(value), allow_nan=False, indent=1)
 
 
 def _scalar(one: Series) -> dict[str, float | int]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from tbhooks.data.errors import TbhooksError
 from tbhooks.data.frame import Frame
-from tbhooks.data.jsonable import number, plain
+from tbhooks.data.jsonable import parse_number, to_jsonable
 
 
 class JsonlSink:
@@ -36,7 +36,7 @@ class JsonlSink:
     def write(self, frame: Frame) -> None:
         if not frame.has_numbers:
             return
-        line = json.dumps(plain(frame.to_dict()), allow_nan=False, separators=(",", ":")).encode() + b"\n"
+        line = json.dumps(to_jsonable(frame.to_dict()), allow_nan=False, separators=(",", ":")).encode() + b"\n"
         self._notice_deletion()
         data, done = b"\n" + line if self._is_torn else line, 0
         size = os.fstat(self._file.fileno()).st_size
@@ -131,9 +131,9 @@ _START = b'{"step":'
 
 def _numbers(data: Any) -> Any:
     """Only where numbers stand: a module may well be called "inf"."""
-    data["values"] = [[number(x) for x in row] for row in data["values"]]
-    data["scalars"] = {tag: number(x) for tag, x in data["scalars"].items()}
+    data["values"] = [[parse_number(x) for x in row] for row in data["values"]]
+    data["scalars"] = {tag: parse_number(x) for tag, x in data["scalars"].items()}
     for finding in data["findings"]:
         evidence = finding["evidence"].items()
-        finding["evidence"] = {key: number(x) for key, x in evidence}
+        finding["evidence"] = {key: parse_number(x) for key, x in evidence}
     return data

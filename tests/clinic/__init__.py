@@ -1,1 +1,1 @@
-"""Trainings with one illness each, put in on purpose, and healthy ones: what the rules say about them."""
+"""Trainings with one deliberate issue each, and normal ones: what the rules report about them."""

@@ -1,9 +1,9 @@
-"""Every case of the clinic."""
+"""All cases."""
 
 from __future__ import annotations
 
-from tests.clinic.healthy import HEALTHY
+from tests.clinic.affected import AFFECTED
 from tests.clinic.holdout import HELD_OUT
-from tests.clinic.sick import SICK
+from tests.clinic.normal import NORMAL
 
-CASES = (*SICK, *HEALTHY, *HELD_OUT)
+CASES = (*AFFECTED, *NORMAL, *HELD_OUT)

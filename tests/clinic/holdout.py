@@ -12,12 +12,12 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import OneCycleLR
 
 from tbhooks.data.frame import KINDS
-from tests.clinic.healthy import _SIZES, _WORDS, Recurrent, _language
-from tests.clinic.ward import (
+from tests.clinic.normal import _SIZES, _WORDS, Recurrent, _language
+from tests.clinic.training import (
     LENGTH,
     VOCABULARY,
     Case,
-    RunView,
+    Training,
     Transformer,
     adam,
     classify,
@@ -31,29 +31,29 @@ from tests.clinic.ward import (
     vectors,
 )
 
-# --- Sick -----------------------------------------------------------------------------------------
+# --- Affected -----------------------------------------------------------------------------------------
 
 
-def lstm_learning_rate_x1000() -> RunView:
+def lstm_learning_rate_x1000() -> Training:
     model = Recurrent(num_layers=2)
-    return RunView(model, stepper(adam(model, 3.0), predict(model)))
+    return Training(model, stepper(adam(model, 3.0), predict(model)))
 
 
-def dead_first_convolution() -> RunView:
+def dead_first_convolution() -> Training:
     model = nn.Sequential(
         nn.Conv2d(1, 8, 3), nn.ReLU(inplace=True), nn.Conv2d(8, 8, 3), nn.ReLU(inplace=True), nn.Flatten(),
         nn.Linear(128, 10),
     )  # fmt: skip
     nn.init.constant_(model[0].bias, -20.0)
-    return RunView(model, stepper(adam(model), classify(model, images)))
+    return Training(model, stepper(adam(model), classify(model, images)))
 
 
-def bert_layer_forgotten() -> RunView:
+def bert_layer_forgotten() -> Training:
     from transformers import BertConfig, BertForMaskedLM
 
     model = BertForMaskedLM(BertConfig(**_WORDS, **_SIZES, max_position_embeddings=LENGTH))
     kept = [p for name, p in model.named_parameters() if "encoder.layer.1." not in name]
-    return RunView(model, stepper(torch.optim.Adam(kept, lr=1e-3), _language(model)))
+    return Training(model, stepper(torch.optim.Adam(kept, lr=1e-3), _language(model)))
 
 
 class _Standardised(nn.Module):
@@ -63,7 +63,7 @@ class _Standardised(nn.Module):
         return (x - x.mean(dim=1, keepdim=True)) / x.std(dim=1, keepdim=True)
 
 
-def division_by_zero() -> RunView:
+def division_by_zero() -> Training:
     model = nn.Sequential(_Standardised(), *mlp((64, 32, 10)))
 
     def loss_of(number: int) -> Tensor:
@@ -72,15 +72,15 @@ def division_by_zero() -> RunView:
             inputs[3] = 0.5
         return F.cross_entropy(model(inputs), labels)
 
-    return RunView(model, stepper(adam(model), loss_of))
+    return Training(model, stepper(adam(model), loss_of))
 
 
-def deep_sigmoid_convolutions() -> RunView:
+def deep_sigmoid_convolutions() -> Training:
     layers: list[nn.Module] = [nn.Conv2d(1, 4, 3, padding=1)]
     for _ in range(20):
         layers += [nn.Sigmoid(), nn.Conv2d(4, 4, 3, padding=1)]
     model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(256, 10))
-    return RunView(model, stepper(sgd(model), classify(model, images)))
+    return Training(model, stepper(sgd(model), classify(model, images)))
 
 
 class _Codes(nn.Module):
@@ -97,12 +97,12 @@ class _Codes(nn.Module):
         return self.head(x + self.codes(self.chooser(x).argmax(dim=1)))
 
 
-def argmax_in_the_way() -> RunView:
+def argmax_in_the_way() -> Training:
     model = _Codes()
-    return RunView(model, stepper(adam(model), classify(model)))
+    return Training(model, stepper(adam(model), classify(model)))
 
 
-def gpt2_attention_blown_up() -> RunView:
+def gpt2_attention_blown_up() -> Training:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     model = GPT2LMHeadModel(
@@ -110,39 +110,39 @@ def gpt2_attention_blown_up() -> RunView:
     )
     with torch.no_grad():
         model.transformer.h[0].attn.c_attn.weight[:, :64].mul_(300.0)
-    return RunView(model, stepper(adam(model), _language(model)), kinds=(*KINDS, "functional"))
+    return Training(model, stepper(adam(model), _language(model)), kinds=(*KINDS, "functional"))
 
 
-def noise_for_text() -> RunView:
+def noise_for_text() -> Training:
     model = Recurrent()
 
     def loss_of(number: int) -> Tensor:
         chosen = torch.randint(VOCABULARY, (8, LENGTH)) if number == 160 else tokens()
         return F.cross_entropy(model(chosen[:, :-1]).flatten(0, 1), chosen[:, 1:].flatten())
 
-    return RunView(model, stepper(adam(model, 1e-2), loss_of), steps=181)
+    return Training(model, stepper(adam(model, 1e-2), loss_of), steps=181)
 
 
-# --- Healthy --------------------------------------------------------------------------------------
+# --- Normal --------------------------------------------------------------------------------------
 
 
-def t5() -> RunView:
+def t5() -> Training:
     from transformers import T5Config, T5ForConditionalGeneration
 
     sizes = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2}
     model = T5ForConditionalGeneration(
         T5Config(vocab_size=VOCABULARY, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1, **sizes)
     )
-    return RunView(model, stepper(adam(model, 3e-3), _language(model)))
+    return Training(model, stepper(adam(model, 3e-3), _language(model)))
 
 
-def llama_one_cycle() -> RunView:
+def llama_one_cycle() -> Training:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     model = LlamaForCausalLM(LlamaConfig(**_WORDS, **_SIZES, num_key_value_heads=1))
     optimizer = adam(model, 1e-3)
     schedule = OneCycleLR(optimizer, max_lr=1e-2, total_steps=120)
-    return RunView(model, stepper(optimizer, _language(model), schedule=schedule, clip=1.0), steps=120)
+    return Training(model, stepper(optimizer, _language(model), schedule=schedule, clip=1.0), steps=120)
 
 
 class _LowRank(nn.Module):
@@ -159,11 +159,11 @@ class _LowRank(nn.Module):
         return self.layer(x) + self.up(self.down(x))
 
 
-def low_rank_adapters() -> RunView:
+def low_rank_adapters() -> Training:
     model = Transformer().requires_grad_(False)
     for block in model.blocks:
         block.qkv, block.down = _LowRank(block.qkv), _LowRank(block.down)
-    return RunView(model, stepper(adam(model, 1e-3), predict(model)), steps=60, every=1)
+    return Training(model, stepper(adam(model, 1e-3), predict(model)), steps=60, every=1)
 
 
 class _Variational(nn.Module):
@@ -180,7 +180,7 @@ class _Variational(nn.Module):
         return self.decoder(mean + noise), 0.5 * (mean**2 + log_variance.exp() - 1 - log_variance).sum(dim=1).mean()
 
 
-def variational_autoencoder() -> RunView:
+def variational_autoencoder() -> Training:
     model = _Variational()
 
     def loss_of(number: int) -> Tensor:
@@ -188,10 +188,10 @@ def variational_autoencoder() -> RunView:
         made, divergence = model(inputs)
         return (made - inputs).square().sum(dim=1).mean() + min(number / 100, 1.0) * divergence
 
-    return RunView(model, stepper(adam(model), loss_of), steps=150)
+    return Training(model, stepper(adam(model), loss_of), steps=150)
 
 
-def contrastive() -> RunView:
+def contrastive() -> Training:
     model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 32))
 
     def loss_of(number: int) -> Tensor:
@@ -199,7 +199,7 @@ def contrastive() -> RunView:
         one, other = (F.normalize(model(inputs + 0.2 * torch.randn_like(inputs)), dim=1) for _ in range(2))
         return F.cross_entropy(one @ other.T / 0.1, torch.arange(len(inputs)))
 
-    return RunView(model, stepper(adam(model), loss_of), steps=150)
+    return Training(model, stepper(adam(model), loss_of), steps=150)
 
 
 class _Residual(nn.Module):
@@ -212,9 +212,9 @@ class _Residual(nn.Module):
         return x + self.scale * F.gelu(self.layer(self.norm(x)))
 
 
-def forty_residual_layers() -> RunView:
+def forty_residual_layers() -> Training:
     model = nn.Sequential(nn.Linear(64, 32), *[_Residual() for _ in range(40)], nn.LayerNorm(32), nn.Linear(32, 10))
-    return RunView(model, stepper(adam(model), classify(model)))
+    return Training(model, stepper(adam(model), classify(model)))
 
 
 class _Distilled(nn.Module):
@@ -231,13 +231,13 @@ class _Distilled(nn.Module):
         return F.kl_div(answer.log_softmax(dim=1), target, reduction="batchmean")
 
 
-def distillation() -> RunView:
+def distillation() -> Training:
     model = _Distilled()
     optimizer = torch.optim.SGD(model.student.parameters(), lr=0.1, momentum=0.9)
-    return RunView(model, stepper(optimizer, lambda number: model(vectors()[0])))
+    return Training(model, stepper(optimizer, lambda number: model(vectors()[0])))
 
 
-def accumulated_single_samples() -> RunView:
+def accumulated_single_samples() -> Training:
     """Batches of one, eight to a step, logged every step."""
     model = cnn()
     model[1], model[5] = nn.GroupNorm(2, 8), nn.GroupNorm(2, 16)
@@ -252,7 +252,7 @@ def accumulated_single_samples() -> RunView:
         optimizer.step()
         return loss * 8
 
-    return RunView(model, step, steps=80, every=1)
+    return Training(model, step, steps=80, every=1)
 
 
 HELD_OUT = (

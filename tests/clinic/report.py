@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from tbhooks.data.frame import Finding
-from tests.clinic.ward import FRAMES_ALLOWED, Case, treat
+from tests.clinic.training import FRAMES_ALLOWED, Case, train
 
 SEVERITIES = ("info", "warning", "error")
 
@@ -18,15 +18,15 @@ SEVERITIES = ("info", "warning", "error")
 class Outcome:
     case: Case
     right: bool
-    telling: tuple[Finding, ...]
-    """For a sick case the expected findings, for a healthy one the false alarms."""
+    decisive: tuple[Finding, ...]
+    """The expected findings of an affected case, the false alarms of a normal one."""
     also: tuple[str, ...]
-    """Further rules that spoke of a sick case."""
+    """Other rules that reported something in an affected case."""
     seconds: float = 0.0
 
 
 def verdict(case: Case, findings: list[Finding], every: int) -> tuple[bool, list[Finding]]:
-    """Whether the rules said what they should; and the findings that decide it."""
+    """Whether the rules reported what they should, and the findings that decide it."""
     if not case.rules:
         alarms = [finding for finding in findings if finding.severity != "info"]
         return not alarms, alarms
@@ -44,26 +44,26 @@ def _is_expected(case: Case, rule: str, finding: Finding, every: int) -> bool:
     )
 
 
-def examine(case: Case, seed: int = 0) -> Outcome:
+def check(case: Case, seed: int = 0) -> Outcome:
     started = time.perf_counter()
-    _, findings, every = treat(case, seed)
-    right, telling = verdict(case, findings, every)
+    _, findings, every = train(case, seed)
+    right, decisive = verdict(case, findings, every)
     loud = dict.fromkeys(finding.rule for finding in findings if finding.severity != "info")
     also = tuple(rule for rule in loud if case.rules and rule not in case.rules)
-    return Outcome(case, right, tuple(telling), also, time.perf_counter() - started)
+    return Outcome(case, right, tuple(decisive), also, time.perf_counter() - started)
 
 
 def rows(outcomes: Iterable[Outcome]) -> Iterator[tuple[str, ...]]:
-    yield "case", "expected", "found", "at", "step", "verdict", "also said"
+    yield "case", "expected", "found", "at", "step", "verdict", "also reported"
     for outcome in outcomes:
-        expected, telling = outcome.case.rules, outcome.telling
+        expected, decisive = outcome.case.rules, outcome.decisive
         wrong = "MISSED" if expected else "FALSE ALARM"
         yield (
             outcome.case.name,
             ", ".join(expected) or "nothing",
-            ", ".join(finding.rule for finding in telling) or "nothing",
-            ", ".join(_place(finding) for finding in telling),
-            ", ".join(str(finding.step) for finding in telling),
+            ", ".join(finding.rule for finding in decisive) or "nothing",
+            ", ".join(_place(finding) for finding in decisive),
+            ", ".join(str(finding.step) for finding in decisive),
             "right" if outcome.right else wrong,
             ", ".join(outcome.also),
         )
@@ -79,10 +79,10 @@ def table(outcomes: list[Outcome]) -> str:
     lines = list(rows(outcomes))
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     shown = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
-    sick = [outcome for outcome in outcomes if outcome.case.rules]
-    healthy = [outcome for outcome in outcomes if not outcome.case.rules]
-    found, alarms = sum(o.right for o in sick), sum(not o.right for o in healthy)
-    total = f"found {found}/{len(sick)}, false alarms {alarms}/{len(healthy)}"
+    affected = [outcome for outcome in outcomes if outcome.case.rules]
+    normal = [outcome for outcome in outcomes if not outcome.case.rules]
+    found, alarms = sum(o.right for o in affected), sum(not o.right for o in normal)
+    total = f"found {found}/{len(affected)}, false alarms {alarms}/{len(normal)}"
     return "\n".join([*shown, "", f"{total}, {sum(o.seconds for o in outcomes):.0f} s"])
 
 
@@ -90,7 +90,7 @@ def run(cases: tuple[Case, ...], seed: int = 0) -> list[Outcome]:
     outcomes = []
     for number, case in enumerate(cases, 1):
         _progress(f"{number} of {len(cases)}: {case.name}")
-        outcomes.append(examine(case, seed))
+        outcomes.append(check(case, seed))
     _progress("")
     return outcomes
 

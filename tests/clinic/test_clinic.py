@@ -1,12 +1,12 @@
-"""The rules find every illness of the clinic in time and at the right place, and call nobody sick who is not."""
+"""The rules find each issue in time and at the right module, and report nothing in normal trainings."""
 
 from __future__ import annotations
 
 import pytest
 
 from tests.clinic.cases import CASES
-from tests.clinic.report import examine, table
-from tests.clinic.ward import Case
+from tests.clinic.report import check, table
+from tests.clinic.training import Case
 
 # Others of their kind are quicker to train.
 LONG = ("60 layers of sigmoid", "60 layers of tanh", "ViT")
@@ -16,6 +16,6 @@ LONG = ("60 layers of sigmoid", "60 layers of tanh", "ViT")
     "case", [pytest.param(case, id=case.name, marks=[pytest.mark.slow] * (case.name in LONG)) for case in CASES]
 )
 def test_the_rules_are_right(case: Case) -> None:
-    outcome = examine(case)
-    told = "\n".join(f"{finding.severity} {finding.rule}: {finding.message}" for finding in outcome.telling)
-    assert outcome.right, f"{table([outcome])}\n{told}"
+    outcome = check(case)
+    messages = "\n".join(f"{finding.severity} {finding.rule}: {finding.message}" for finding in outcome.decisive)
+    assert outcome.right, f"{table([outcome])}\n{messages}"

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from tbhooks.data import rank_spread, stats
 from tbhooks.data.frame import NONFINITE_SINCE, RAW_GRADIENT_NORM, SKIPPED, Site
-from tbhooks.data.step_table import OF_PARAMETERS, UNKNOWN_PIECE, WHOLE, Table
+from tbhooks.data.step_table import PARAMETER_KINDS, UNKNOWN_SHARD, UNSHARDED, StepTable
 from tbhooks.distributed import merge
 from tbhooks.distributed.merge import Reader, Writer
 from tests.support import reference
@@ -36,10 +36,10 @@ def row(array: NDArray[np.float64]) -> NDArray[np.float64]:
 
 def table(
     rows: dict[Site, NDArray[np.float64]], piece: tuple[int, int] | None = None, group: int = 0, **more: object
-) -> Table:
-    usual = [WHOLE if site.kind in OF_PARAMETERS else UNKNOWN_PIECE for site in rows]
+) -> StepTable:
+    usual = [UNSHARDED if site.kind in PARAMETER_KINDS else UNKNOWN_SHARD for site in rows]
     pieces = usual if piece is None else [piece] * len(rows)
-    made = Table(
+    made = StepTable(
         7, list(rows), np.array([row(array) for array in rows.values()]).reshape(len(rows), stats.WIDTH),
         np.array([reference.bucket_counts(array) for array in rows.values()]).reshape(len(rows), stats.BUCKETS),
         np.array(pieces, np.int64).reshape(-1, 2), group=group,
@@ -47,7 +47,7 @@ def table(
     return replace(made, **more)  # type: ignore[arg-type]
 
 
-def check(merged: Table, site: Site, array: NDArray[np.float64]) -> None:
+def check(merged: StepTable, site: Site, array: NDArray[np.float64]) -> None:
     i = list(merged.sites).index(site)
     expected = reference.stats(array)
     for name in rank_spread.SPREAD_STATS:
@@ -96,7 +96,7 @@ def test_ranks_on_one_batch_share_an_output_if_it_is_the_same_and_add_their_part
 
 def test_a_parameter_of_which_a_piece_is_missing_is_not_shown_and_that_is_told() -> None:
     whole, outputs = np.arange(4.0), np.arange(8.0)
-    torn = [table({ACTIVATION: outputs, WEIGHT: whole}, (0, 2)), Table(7)]
+    torn = [table({ACTIVATION: outputs, WEIGHT: whole}, (0, 2)), StepTable(7)]
     merged = merge.merge(torn)
     assert list(merged.table.sites) == [ACTIVATION]
     assert len(merged.spreads) == 1
@@ -123,7 +123,7 @@ def test_weights_that_a_rank_has_but_another_trains_do_not_count() -> None:
 
 def test_a_rank_without_a_site_adds_nothing_and_ranks_are_counted() -> None:
     seen = np.arange(5.0)
-    merged = merge.merge([table({ACTIVATION: seen}), Table(7), table({GRADIENT: seen}, group=2)])
+    merged = merge.merge([table({ACTIVATION: seen}), StepTable(7), table({GRADIENT: seen}, group=2)])
     check(merged.table, ACTIVATION, seen)
     check(merged.table, GRADIENT, seen)
     assert merged.table.scalars[merge.RANKS] == 2
@@ -132,16 +132,18 @@ def test_a_rank_without_a_site_adds_nothing_and_ranks_are_counted() -> None:
 def test_histograms_are_there_if_every_rank_that_saw_something_sent_them() -> None:
     with_counts, without = table({ACTIVATION: np.arange(3.0)}), table({ACTIVATION: np.arange(3.0)}, group=1)
     without = replace(without, counts=np.zeros((1, 0), np.int64))
-    assert merge.merge([with_counts, Table(7)]).table.counts.shape == (1, stats.BUCKETS)
+    assert merge.merge([with_counts, StepTable(7)]).table.counts.shape == (1, stats.BUCKETS)
     assert merge.merge([with_counts, without]).table.counts.shape == (1, 0)
 
 
 def test_scalars_are_means_but_for_those_with_a_better_way() -> None:
     dead = "activation.dead_fraction/fc"
     tables = [
-        Table(7, scalars={"train/loss": 1.0, SKIPPED: 0.0, dead: 0.5, RAW_GRADIENT_NORM: 4.0, "train/nan": np.nan}),
-        Table(7, scalars={"train/loss": 2.0, SKIPPED: 3.0, dead: 0.1, RAW_GRADIENT_NORM: 4.5, NONFINITE_SINCE: 5.0}),
-        Table(7, scalars={NONFINITE_SINCE: 3.0}, earlier={2: {"train/late": 6.0}}),
+        StepTable(7, scalars={"train/loss": 1.0, SKIPPED: 0.0, dead: 0.5, RAW_GRADIENT_NORM: 4.0, "train/nan": np.nan}),
+        StepTable(
+            7, scalars={"train/loss": 2.0, SKIPPED: 3.0, dead: 0.1, RAW_GRADIENT_NORM: 4.5, NONFINITE_SINCE: 5.0}
+        ),
+        StepTable(7, scalars={NONFINITE_SINCE: 3.0}, earlier={2: {"train/late": 6.0}}),
     ]
     merged = merge.merge(tables).table
     found = {k: v for k, v in merged.scalars.items() if not np.isnan(v)}
@@ -173,7 +175,7 @@ def test_a_table_comes_back_from_its_bytes_unchanged(rows: list[tuple[str, str, 
         assert found.sites == sent.sites
         assert found.values.tobytes() == sent.values.tobytes()
         assert np.array_equal(found.counts, sent.counts) or not sent.sites
-        assert np.array_equal(found.pieces, sent.pieces)
+        assert np.array_equal(found.shards, sent.shards)
         assert (found.step, found.group, found.earlier) == (7, 3, {5: {"b": 1.5}})
         assert repr(found.scalars) == repr(sent.scalars)
     assert not writer.left_out

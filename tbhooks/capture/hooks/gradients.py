@@ -20,7 +20,7 @@ from tbhooks.capture.hooks.hook_types import GradientHook, ScaledLossHook
 from tbhooks.capture.hooks.manager import hook_tensor
 from tbhooks.capture.hooks.passes import Pass
 from tbhooks.capture.hooks.step_context import StepContext
-from tbhooks.data.self_report import Report, described
+from tbhooks.data.self_report import Report, describe_exception
 from tbhooks.reduction.torch_rows import has_no_data
 
 
@@ -76,7 +76,7 @@ class GradientReader:
                     for site in others:
                         recorder.share(site, span, context.running)
         except Exception as problem:
-            hook.failure = f"its gradient hook failed: {described(problem)}"
+            hook.failure = f"its gradient hook failed: {describe_exception(problem)}"
             report.error("gradient hook", problem)
         finally:
             report.leave(started)

@@ -28,7 +28,7 @@ from tbhooks.capture.hooks.outputs import OutputReader
 from tbhooks.capture.hooks.step_context import StepContext
 from tbhooks.capture.recorder import Recorder
 from tbhooks.data.frame import EVALUATION_SINCE
-from tbhooks.data.self_report import Report, described
+from tbhooks.data.self_report import Report, describe_exception
 
 # A hook that has failed on this many logged steps in a row is no longer called.
 MOST_FAILURES = 3
@@ -250,7 +250,7 @@ class Observer:
         hook.failures += 1
         self._failing[hook.path] = hook
         gives_up = f"; given up after {MOST_FAILURES} logged steps in a row" if hook.failures >= MOST_FAILURES else ""
-        self._report.mark_unseen(hook.path, f"its hook failed: {described(problem)}{gives_up}", replace=True)
+        self._report.mark_unseen(hook.path, f"its hook failed: {describe_exception(problem)}{gives_up}", replace=True)
         self._report.error(f"hook on {hook.path}", problem)
 
     def _forgive(self, context: StepContext) -> None:

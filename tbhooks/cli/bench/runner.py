@@ -15,12 +15,11 @@ from typing import Any
 
 import torch
 
-from tbhooks.api import validation
 from tbhooks.api.watch import Watch, watch
 from tbhooks.cli.bench import cuda_counters, timing
 from tbhooks.cli.bench.timing import HostTimer, Progress, Timer, Timing, Trainee, bare, watched
 from tbhooks.cli.bench.workload import Workload
-from tbhooks.data.errors import TbhooksError
+from tbhooks.data.errors import TbhooksError, check_integer
 
 BARE, UNLOGGED, SCALARS, HISTOGRAMS = "bare", "watched, not logged", "logged, scalars", "logged, histograms"
 LOGGED: dict[str, dict[str, Any]] = {SCALARS: {"histograms": False}, HISTOGRAMS: {"histograms": 1}}
@@ -94,7 +93,7 @@ class Plan:
 
 def plan(bare_s: float, round_s: float, steps: int | None) -> Plan:
     """From about how long a bare step takes, and a step of everybody; `steps` is how many each is to be timed for."""
-    wanted = validation.whole_number("steps", steps, least=FEWEST_ROUNDS) if steps is not None else None
+    wanted = check_integer("steps", steps, least=FEWEST_ROUNDS) if steps is not None else None
     longest = MOST_STEPS_A_TURN if wanted is None else min(MOST_STEPS_A_TURN, wanted // FEWEST_ROUNDS)
     sharing = SHARING_STEPS if wanted is not None else int(BUDGET_S / (ENOUGH_ROUNDS * round_s))
     turn = min(longest, max(1, min(SHARING_STEPS, sharing), round(TURN_S / bare_s)))
@@ -111,9 +110,9 @@ def measure(
     progress: Progress = lambda _done, _of: None,
 ) -> Result:
     """Trains a copy of the workload's model, bare and watched in turns; `tell` hears beforehand how long it takes."""
-    every = validation.whole_number("every", every)
+    every = check_integer("every", every)
     if steps is not None:
-        validation.whole_number("steps", steps, least=FEWEST_ROUNDS)
+        check_integer("steps", steps, least=FEWEST_ROUNDS)
     device = next(workload.model.parameters()).device
     timer: Timer = cuda_counters.CudaTimer(device) if device.type == "cuda" else HostTimer()
     with _explained(workload), tempfile.TemporaryDirectory() as directory, _trainees(workload, Path(directory)) as all_:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from tbhooks.capture import tensor_tree
-from tbhooks.data.errors import ArgumentError, nearest, shown
+from tbhooks.data.errors import ArgumentError, nearest, quoted
 
 Loss = Callable[[nn.Module], Tensor]
 
@@ -65,7 +65,7 @@ def of(made: Any, device: torch.device, name: str = "the model") -> Workload:
     """What a factory returned: a model, (model, loss_function) or (model, example_inputs)."""
     model, rest = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
-        raise ArgumentError(f"{name} returned {shown(made)}: {FACTORY_RETURNS}")
+        raise ArgumentError(f"{name} returned {quoted(made)}: {FACTORY_RETURNS}")
     _check_parameters(model, name)
     try:
         model = model.to(device).train()
@@ -88,7 +88,7 @@ def check(workload: Workload) -> None:
     except Exception as problem:
         raise ArgumentError(f"the loss of {name} failed: {_told(problem)}") from problem
     if not isinstance(loss, Tensor):
-        raise ArgumentError(f"the loss of {name} is a tensor, not {shown(loss)}")
+        raise ArgumentError(f"the loss of {name} is a tensor, not {quoted(loss)}")
     if loss.numel() != 1:
         raise ArgumentError(f"the loss of {name} is one number, not a tensor of shape {tuple(loss.shape)}: reduce it")
     if not loss.requires_grad:
@@ -134,7 +134,7 @@ def _factory(specification: str) -> Callable[..., Any]:
         there = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise ArgumentError(f"module {module_name!r} has no factory {name!r}: {nearest(name, there)}")
     if not callable(found) or isinstance(found, nn.Module):
-        raise ArgumentError(f"{specification} is {shown(found)}; a factory is a function that makes a model")
+        raise ArgumentError(f"{specification} is {quoted(found)}; a factory is a function that makes a model")
     factory: Callable[..., Any] = found
     return factory
 
@@ -223,7 +223,7 @@ def _loss_of(output: Any) -> Tensor:
         return own
     numbers = [tensor for _, tensor in tensor_tree.tensors(output) if tensor.is_floating_point()]
     if not numbers:
-        raise ArgumentError(f"the model's output, {shown(output)}, shows no tensor of real numbers")
+        raise ArgumentError(f"the model's output, {quoted(output)}, shows no tensor of real numbers")
     return torch.stack([tensor.float().square().mean() for tensor in numbers]).sum()
 
 

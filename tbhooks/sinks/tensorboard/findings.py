@@ -15,7 +15,7 @@ from typing import Any
 from tensorboard.compat.proto import summary_pb2
 
 from tbhooks.data.frame import Finding, Site
-from tbhooks.data.jsonable import number, plain
+from tbhooks.data.jsonable import parse_number, to_jsonable
 from tbhooks.sinks.tensorboard.texts import metadata, strings
 
 DATA_TAG = "tbhooks/findings"
@@ -55,7 +55,7 @@ def _plain_text(text: str) -> str:
 
 def encode(findings: Sequence[Finding]) -> bytes:
     """Findings as JSON; NaN and infinities are words, as in the JSONL sink."""
-    return json.dumps([plain(finding.to_dict()) for finding in findings], allow_nan=False).encode()
+    return json.dumps([to_jsonable(finding.to_dict()) for finding in findings], allow_nan=False).encode()
 
 
 def decode(content: bytes) -> tuple[Finding, ...]:
@@ -67,7 +67,7 @@ def decode(content: bytes) -> tuple[Finding, ...]:
 
 
 def _finding(data: Any) -> Finding:
-    evidence = {key: number(x) for key, x in data["evidence"].items()}
+    evidence = {key: parse_number(x) for key, x in data["evidence"].items()}
     finding = Finding.from_dict({**data, "evidence": evidence})
     site = finding.site
     texts = (finding.rule, finding.message, *((site.path, site.kind, site.index) if site else ()))

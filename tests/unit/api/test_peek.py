@@ -532,7 +532,7 @@ def test_parameters_that_no_gradient_reaches_are_named() -> None:
 
     frame = peek(Forgets(), torch.ones(2, 3), loss="sum")
     assert "no gradient reached unused.weight, unused.bias: the loss does not depend on it" in frame.notes
-    assert any(note.startswith("not seen: unused: never called") for note in frame.notes)
+    assert any(note.startswith("skipped: unused: never called") for note in frame.notes)
 
 
 # --- Whoever calls --------------------------------------------------------------------------------
@@ -636,7 +636,7 @@ def test_data_parallel_models_are_looked_at_inside(monkeypatch: pytest.MonkeyPat
 WITH_DDP = """
 import os, torch, torch.distributed as dist
 from torch import nn
-from tests.test_peek import peek_unseen, zoo
+from tests.unit.api.test_peek import peek_unseen, zoo
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 results = []
@@ -681,7 +681,7 @@ def test_a_model_on_a_device_is_read_there_and_kept_on_the_host() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"loss": "mean"}, "loss='mean' is unknown: there is 'sum'"),
+        ({"loss": "mean"}, "loss='mean' is unknown: choose from 'sum'"),
         ({"loss": "smu"}, "did you mean 'sum'"),
         ({"loss": torch.ones(())}, "loss is a function of what the model returns"),
         ({"loss": nn.MSELoss}, "loss is a function of what the model returns"),
@@ -789,7 +789,7 @@ def test_outputs_are_kept_by_pattern(keep: Any, names: list[str]) -> None:
 
 
 def test_what_does_not_fit_is_left_out_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["tbhooks.peek"], "MOST_KEPT_BYTES", 3 << 20)
+    monkeypatch.setattr(sys.modules["tbhooks.api.peek"], "MOST_KEPT_BYTES", 3 << 20)
     model = nn.Sequential(nn.Linear(1, 1 << 19), nn.Identity(), nn.Linear(1 << 19, 4))
     frame = peek(model, torch.ones(1, 1), keep=["?"])
     assert list(frame.kept) == ["0", "2"]
@@ -834,7 +834,7 @@ def test_an_image_grid_needs_a_kept_tensor() -> None:
     with pytest.raises(ArgumentError, match="nothing was kept"):
         frame.image_grid("(root)")
     frame = peek(nn.Sequential(nn.Conv2d(1, 2, 3)), torch.ones(1, 1, 8, 8), keep="0")
-    with pytest.raises(ArgumentError, match="there is '0'"):
+    with pytest.raises(ArgumentError, match="choose from '0'"):
         frame.image_grid("1")
     assert len(frame.image_grid("0", most=2).axes) >= 2
 

@@ -259,7 +259,7 @@ def test_means_are_wide_however_narrow_the_values_are() -> None:
 
 @pytest.mark.parametrize("n", [0, -1, 1.5, "2", None, True])
 def test_n_is_a_whole_number_of_at_least_one(n: Any) -> None:
-    with tbhooks.watch(made()[0]) as w, pytest.raises(tbhooks.ArgumentError, match="n is a whole number"):
+    with tbhooks.watch(made()[0]) as w, pytest.raises(tbhooks.ArgumentError, match="n must be an integer"):
         w.log_every(n)
 
 

@@ -238,7 +238,7 @@ def test_globs_are_case_sensitive() -> None:
 def test_an_include_that_matches_nothing_lists_the_nearest_paths() -> None:
     with pytest.raises(ArgumentError, match=r"include='encodr\.\*' matches no module.*did you mean 'encoder'"):
         chosen("encodr.*")
-    with pytest.raises(ArgumentError, match=r"matches no module of this model: there is '\(root\)', 'encoder'"):
+    with pytest.raises(ArgumentError, match=r"matches no module of this model: choose from '\(root\)', 'encoder'"):
         chosen("zzzzzzzz")
 
 

@@ -99,7 +99,7 @@ def test_the_command_says_what_is_wrong_and_no_traceback(tmp_path: Path) -> None
     for arguments, expected in {
         ("--model", "train"): "module:factory",
         ("--model", "trian:make_model"): "did you mean 'train'?",
-        ("--every", "0"): "every is a whole number of at least 1",
+        ("--every", "0"): "every must be an integer >= 1",
         ("--device", "gpu"): "device is cpu, cuda or cuda:N",
     }.items():
         done = run(*arguments, cwd=tmp_path)
@@ -392,7 +392,7 @@ def test_rounds_are_planned_to_take_a_minute_or_what_was_asked(
 @pytest.mark.parametrize("wrong", [{"every": 0}, {"every": 1.5}, {"steps": 4}, {"steps": "many"}])
 def test_wrong_numbers_are_refused(wrong: dict[str, Any]) -> None:
     name = next(iter(wrong))
-    with pytest.raises(tbhooks.ArgumentError, match=f"{name} is a whole number of at least"):
+    with pytest.raises(tbhooks.ArgumentError, match=f"{name} must be an integer >="):
         bench.measure(bench.of((small(), INPUTS), CPU), **wrong)
 
 

@@ -48,7 +48,7 @@ def test_the_demo_shows_a_sick_network_beside_the_healthy_one(tmp_path: Path) ->
     done = run("demo", "--steps", "60", cwd=tmp_path)
     healthy, _, sick = done.stdout.partition("The same network again")
     assert "Nothing wrong was found." in healthy
-    assert "a step rewrites the weights" in sick
+    assert "Update-to-weight ratio too high" in sick
     assert run("check", "runs/digits", "--fail-on", "warning", cwd=tmp_path).returncode == 0
     assert run("check", "runs/digits-sick", "--fail-on", "warning", cwd=tmp_path).returncode == 1
 
@@ -56,7 +56,7 @@ def test_the_demo_shows_a_sick_network_beside_the_healthy_one(tmp_path: Path) ->
 def test_the_demo_refuses_a_wrong_every(tmp_path: Path) -> None:
     done = run("demo", "--every", "0", cwd=tmp_path)
     assert done.returncode == 1
-    assert "every is a whole number of at least 1" in done.stderr
+    assert "every must be an integer >= 1" in done.stderr
 
 
 def check_what_the_run_tells(tmp_path: Path) -> None:

@@ -300,8 +300,8 @@ def test_a_run_that_is_elsewhere_than_in_a_directory_is_told_to_get_none() -> No
         ({"pattern": "encoder", "labels": "z"}, "labels='z' is no argument of the model's forward"),
         ({"pattern": "encoder", "labels": 3}, "labels is a call without arguments"),
         ({"pattern": "encoder", "thumbnails": 3.0}, "thumbnails is a call"),
-        ({"pattern": "encoder", "most": 0}, "most is a whole number"),
-        ({"pattern": "encoder", "every": -1}, "every is a whole number"),
+        ({"pattern": "encoder", "most": 0}, "most must be an integer"),
+        ({"pattern": "encoder", "every": -1}, "every must be an integer"),
     ],
 )
 def test_wrong_arguments_are_refused_at_the_call(arguments: dict[str, Any], message: str) -> None:

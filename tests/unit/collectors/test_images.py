@@ -428,8 +428,8 @@ class Loss(nn.Module):
     [
         ({"pattern": "covn1"}, "did you mean 'conv1'"),
         ({"pattern": 3}, "pattern takes a glob"),
-        ({"every": 0}, "every is a whole number"),
-        ({"most_bytes": "many"}, "most_bytes is a whole number"),
+        ({"every": 0}, "every must be an integer"),
+        ({"most_bytes": "many"}, "most_bytes must be an integer"),
     ],
 )
 def test_wrong_arguments_are_refused_at_the_call(options: dict[str, Any], message: str) -> None:

@@ -103,7 +103,7 @@ def test_an_unknown_path_of_an_unknown_kind_still_names_sites() -> None:
 def test_an_unknown_kind_names_the_kinds_of_that_path() -> None:
     with pytest.raises(UnknownSiteError, match=r"no activations of 'encoder\.0'.*did you mean 'activation'"):
         make()["encoder.0", "activations"]
-    with pytest.raises(UnknownSiteError, match=r"no zzz of 'encoder\.0'.*there is 'activation', 'gradient'"):
+    with pytest.raises(UnknownSiteError, match=r"no zzz of 'encoder\.0'.*choose from 'activation', 'gradient'"):
         make()["encoder.0", "zzz"]
 
 

@@ -275,7 +275,7 @@ def test_of_two_ranks_the_first_writes(ranks: str, seen_by: int, tmp_path: Path)
 def test_a_wrong_option_is_told_at_once() -> None:
     with pytest.raises(tbhooks.ArgumentError, match="unknown option 'evry'"):
         WatchCallback(evry=10)
-    with pytest.raises(tbhooks.ArgumentError, match="every is a whole number"):
+    with pytest.raises(tbhooks.ArgumentError, match="every must be an integer"):
         WatchCallback(every=0)
     with pytest.raises(tbhooks.ArgumentError, match="the framework says"):
         WatchCallback(step="forward")

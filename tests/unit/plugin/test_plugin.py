@@ -274,7 +274,7 @@ def test_the_nearest_right_name_is_told(tab: Tab) -> None:
     assert tab.ask("sites", run="ones", kind="activation").text == "unknown run 'ones': did you mean 'one'?"
     assert "did you mean 'activation'" in tab.ask("sites", run="one", kind="activatoin").text
     assert "did you mean 'std'" in tab.ask("matrix", run="one", kind="activation", stat="sdt").text
-    assert "there is 'a', 'b', 'c'" in tab.ask("history", run="one", kind="activation", path="q.w.e").text
+    assert "choose from 'a', 'b', 'c'" in tab.ask("history", run="one", kind="activation", path="q.w.e").text
 
 
 def test_the_ratio_of_anything_but_an_update_is_refused(tab: Tab) -> None:

@@ -337,12 +337,12 @@ def test_a_question_put_wrongly_is_refused_with_a_sentence(server: Server) -> No
         ("runs", {"a": 1}, "unknown parameter 'a': there is none here"),
         ("sites", {"run": "long"}, "parameter 'kind' is missing"),
         ("sites", {"run": "lang", "kind": "weight"}, "unknown run 'lang': did you mean 'long'?"),
-        ("findings", {"run": "scalars only"}, "unknown run 'scalars only': there is "),
+        ("findings", {"run": "scalars only"}, "unknown run 'scalars only': choose from "),
         ("matrix", {"run": "long", "kind": "weigth", "stat": "mean"}, "unknown kind 'weigth': did you mean 'weight'"),
         ("matrix", {"run": "long", "kind": "weight", "stat": "men"}, "unknown stat 'men': did you mean 'mean'"),
         ("matrix", {"run": "long", "kind": "weight", "stat": "ratio"}, "'ratio' is known of updates only"),
         ("matrix", {"run": "long", "kind": "weight", "stat": "mean", "after": "x"}, "after is 'x', and must be"),
-        ("history", {"run": "long", "kind": "weight", "path": "v"}, "unknown path of weight 'v': there is 'w'"),
+        ("history", {"run": "long", "kind": "weight", "path": "v"}, "unknown path of weight 'v': choose from 'w'"),
     ):
         reply = server.ask(route, **parameters)
         assert reply.status == 400

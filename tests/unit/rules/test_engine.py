@@ -1,4 +1,4 @@
-"""The judge tells each trouble once, again when it has become worse, and says so through logging."""
+"""The engine reports each issue once, again when it has become worse, and logs what it reports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from tbhooks.data.frame import Finding, Frame, Severity, Site
 from tbhooks.data.history import History
 from tbhooks.rules import choose, non_finite, vanishing_gradient
-from tbhooks.rules.engine import Judge
+from tbhooks.rules.engine import RuleEngine
 from tbhooks.rules.rule import Rule
 from tests.support.frames import make_frame
 
@@ -25,131 +25,131 @@ def says(at: Callable[[int], Sequence[Finding]]) -> Rule:
     return lambda history: at(history[-1].step)
 
 
-def trouble(step: int, site: Site | None = FIRST, severity: Severity = "warning", **evidence: float) -> Finding:
-    return Finding(step, site, "trouble", severity, f"trouble at {step}", evidence)
+def issue(step: int, site: Site | None = FIRST, severity: Severity = "warning", **evidence: float) -> Finding:
+    return Finding(step, site, "some_rule", severity, f"issue at {step}", evidence)
 
 
-def judge_steps(rule: Rule, steps: int) -> Judge:
-    judge = Judge((rule,), History())
+def run_steps(rule: Rule, steps: int) -> RuleEngine:
+    engine = RuleEngine((rule,), History())
     for step in range(steps):
-        judge(make_frame(step))
-    return judge
+        engine(make_frame(step))
+    return engine
 
 
-def told(judge: Judge) -> list[int]:
-    return [finding.step for finding in judge.findings]
+def reported_steps(engine: RuleEngine) -> list[int]:
+    return [finding.step for finding in engine.findings]
 
 
 # --- Once -----------------------------------------------------------------------------------------
 
 
-def test_the_judge_tells_once_a_rule_and_site() -> None:
-    judge = Judge(choose(["non_finite"]), History())
+def test_the_engine_reports_once_a_rule_and_site() -> None:
+    engine = RuleEngine(choose(["non_finite"]), History())
     for step in range(3):
-        judge(make_frame(step, {FIRST: GOOD, SECOND: NAN}))
-    judge(make_frame(3, {FIRST: NAN, SECOND: NAN}))
-    assert [(finding.step, finding.site) for finding in judge.findings] == [(0, SECOND), (3, FIRST)]
+        engine(make_frame(step, {FIRST: GOOD, SECOND: NAN}))
+    engine(make_frame(3, {FIRST: NAN, SECOND: NAN}))
+    assert [(finding.step, finding.site) for finding in engine.findings] == [(0, SECOND), (3, FIRST)]
 
 
 def test_two_rules_may_speak_of_one_site() -> None:
     other = says(lambda step: [Finding(step, FIRST, "other", "info", "too", {})] if step else [])
-    judge = Judge((other, non_finite), History())
+    engine = RuleEngine((other, non_finite), History())
     for step in range(3):
-        judge(make_frame(step, {FIRST: NAN}))
-    assert [(finding.step, finding.rule) for finding in judge.findings] == [(0, "non_finite"), (1, "other")]
+        engine(make_frame(step, {FIRST: NAN}))
+    assert [(finding.step, finding.rule) for finding in engine.findings] == [(0, "non_finite"), (1, "other")]
 
 
-def test_a_trouble_that_comes_and_goes_is_told_once() -> None:
-    judge = judge_steps(says(lambda step: [trouble(step)] if step % 2 else []), 20)
-    assert told(judge) == [1]
+def test_a_issue_that_comes_and_goes_is_reported_once() -> None:
+    engine = run_steps(says(lambda step: [issue(step)] if step % 2 else []), 20)
+    assert reported_steps(engine) == [1]
 
 
-def test_a_trouble_that_stays_the_same_is_told_once() -> None:
-    assert told(judge_steps(says(lambda step: [trouble(step, excess=3.0, others=5)]), 50)) == [0]
+def test_a_issue_that_stays_the_same_is_reported_once() -> None:
+    assert reported_steps(run_steps(says(lambda step: [issue(step, excess=3.0, others=5)]), 50)) == [0]
 
 
 # --- Again ----------------------------------------------------------------------------------------
 
 
-def test_what_gets_worse_and_worse_is_told_again_after_twice_as_many_frames() -> None:
-    judge = judge_steps(says(lambda step: [trouble(step, excess=10.0**step)]), 40)
-    assert told(judge) == [0, 1, 3, 7, 15, 31]
+def test_what_gets_worse_and_worse_is_reported_again_after_twice_as_many_frames() -> None:
+    engine = run_steps(says(lambda step: [issue(step, excess=10.0**step)]), 40)
+    assert reported_steps(engine) == [0, 1, 3, 7, 15, 31]
 
 
 @pytest.mark.parametrize("measure", ["excess", "others"])
 def test_worse_is_twice_as_much(measure: str) -> None:
     def growing(factor: float) -> Rule:
-        return says(lambda step: [trouble(step, **{measure: 4.0 * (factor if step == 5 else 1.0)})])
+        return says(lambda step: [issue(step, **{measure: 4.0 * (factor if step == 5 else 1.0)})])
 
-    assert told(judge_steps(growing(2.0), 8)) == [0, 5]
-    assert told(judge_steps(growing(1.99), 8)) == [0]
+    assert reported_steps(run_steps(growing(2.0), 8)) == [0, 5]
+    assert reported_steps(run_steps(growing(1.99), 8)) == [0]
 
 
-def test_a_severity_that_rises_is_told_at_once_and_one_that_falls_is_not() -> None:
+def test_a_severity_that_rises_is_reported_at_once_and_one_that_falls_is_not() -> None:
     severities: list[Severity] = ["info", "info", "error", "warning", "error"]
-    judge = judge_steps(says(lambda step: [trouble(step, severity=severities[step])]), 5)
-    assert told(judge) == [0, 2]
+    engine = run_steps(says(lambda step: [issue(step, severity=severities[step])]), 5)
+    assert reported_steps(engine) == [0, 2]
 
 
 def test_evidence_says_since_when_and_how_often() -> None:
-    judge = judge_steps(says(lambda step: [trouble(step, excess=10.0**step)] if step >= 2 else []), 7)
-    known = [(finding.evidence["since"], finding.evidence["times"]) for finding in judge.findings]
+    engine = run_steps(says(lambda step: [issue(step, excess=10.0**step)] if step >= 2 else []), 7)
+    known = [(finding.evidence["since"], finding.evidence["times"]) for finding in engine.findings]
     assert known == [(2, 1), (2, 2), (2, 4)]
 
 
 def test_a_rule_that_knows_better_since_when_is_believed() -> None:
-    judge = judge_steps(says(lambda step: [trouble(step, since=-5, excess=10.0**step)]), 2)
-    assert [finding.evidence["since"] for finding in judge.findings] == [-5, -5]
+    engine = run_steps(says(lambda step: [issue(step, since=-5, excess=10.0**step)]), 2)
+    assert [finding.evidence["since"] for finding in engine.findings] == [-5, -5]
 
 
 # --- One cause ------------------------------------------------------------------------------------
 
 
-def test_a_widespread_trouble_whose_first_place_moves_is_told_once() -> None:
+def test_a_widespread_issue_whose_first_place_moves_is_reported_once() -> None:
     places = [Site(f"layers.{i}", "gradient") for i in range(6)]
-    judge = judge_steps(says(lambda step: [trouble(step, places[step], others=3)]), 6)
-    assert told(judge) == [0]
-    assert judge.findings[0].evidence["times"] == 1
+    engine = run_steps(says(lambda step: [issue(step, places[step], others=3)]), 6)
+    assert reported_steps(engine) == [0]
+    assert engine.findings[0].evidence["times"] == 1
 
 
-def test_single_places_are_troubles_of_their_own() -> None:
+def test_single_places_are_issues_of_their_own() -> None:
     places = [Site(f"layers.{i}", "gradient") for i in range(4)]
-    assert told(judge_steps(says(lambda step: [trouble(step, places[step])]), 4)) == [0, 1, 2, 3]
+    assert reported_steps(run_steps(says(lambda step: [issue(step, places[step])]), 4)) == [0, 1, 2, 3]
 
 
 def test_sixty_layers_without_gradient_are_one_finding() -> None:
     fading = {Site(f"layers.{i}", "gradient"): [10.0**-i, -(10.0**-i)] for i in range(60)}
-    judge = Judge((vanishing_gradient,), History())
+    engine = RuleEngine((vanishing_gradient,), History())
     for step in range(4):
-        judge(make_frame(step, fading))
-    (finding,) = judge.findings
+        engine(make_frame(step, fading))
+    (finding,) = engine.findings
     assert finding.evidence["others"] == 60 - 1 - int(finding.site.path.removeprefix("layers."))
-    assert "more places" in finding.message
+    assert "46 other tensors affected" in finding.message
 
 
 def test_nan_everywhere_is_one_finding_that_counts_the_others() -> None:
-    judge = Judge(choose(["non_finite"]), History())
-    judge(make_frame(0, {FIRST: GOOD, SECOND: NAN, THIRD: NAN, Site("head", "gradient"): NAN}))
-    (finding,) = judge.findings
+    engine = RuleEngine(choose(["non_finite"]), History())
+    engine(make_frame(0, {FIRST: GOOD, SECOND: NAN, THIRD: NAN, Site("head", "gradient"): NAN}))
+    (finding,) = engine.findings
     assert (finding.site, finding.evidence["others"]) == (SECOND, 2)
-    assert "and 2 more places like it" in finding.message
+    assert "; 2 other tensors affected" in finding.message
 
 
 # --- Frames and history ---------------------------------------------------------------------------
 
 
 def test_the_frame_carries_all_that_was_found_in_it() -> None:
-    judge = Judge(choose(["non_finite"]), History())
-    clean, sick = make_frame(0, {FIRST: GOOD}), make_frame(1, {FIRST: NAN})
-    assert judge(clean) is clean
-    assert [finding.rule for finding in judge(sick).findings] == ["non_finite"]
-    assert [finding.step for finding in judge(make_frame(2, {FIRST: NAN})).findings] == [2]
-    assert told(judge) == [1]
+    engine = RuleEngine(choose(["non_finite"]), History())
+    clean, affected = make_frame(0, {FIRST: GOOD}), make_frame(1, {FIRST: NAN})
+    assert engine(clean) is clean
+    assert [finding.rule for finding in engine(affected).findings] == ["non_finite"]
+    assert [finding.step for finding in engine(make_frame(2, {FIRST: NAN})).findings] == [2]
+    assert reported_steps(engine) == [1]
 
 
 def test_the_history_carries_what_was_found() -> None:
     history = History()
-    Judge(choose("default"), history)(make_frame(0, {FIRST: NAN}))
+    RuleEngine(choose("default"), history)(make_frame(0, {FIRST: NAN}))
     assert [finding.rule for finding in history[-1].findings] == ["non_finite"]
 
 
@@ -160,34 +160,34 @@ def test_rules_see_the_whole_history() -> None:
         seen.append([each.step for each in history])
         return []
 
-    judge_steps(look, 3)
+    run_steps(look, 3)
     assert seen == [[0], [0, 1], [0, 1, 2]]
 
 
-def test_a_frame_of_scalars_alone_is_kept_but_not_judged() -> None:
+def test_a_frame_of_scalars_alone_is_kept_but_not_engined() -> None:
     history = History()
-    judge = Judge((says(lambda step: [trouble(step)]),), history)
-    judge(make_frame(0, {}, scalars={"loss": 1.0}))
+    engine = RuleEngine((says(lambda step: [issue(step)]),), history)
+    engine(make_frame(0, {}, scalars={"loss": 1.0}))
     assert history.scalar("loss")[0] == [0]
-    assert judge.findings == []
+    assert engine.findings == []
 
 
 def test_without_rules_nothing_is_found() -> None:
     history = History()
-    judge = Judge((), history)
-    judge(make_frame(0, {FIRST: NAN}))
-    assert judge.findings == []
+    engine = RuleEngine((), history)
+    engine(make_frame(0, {FIRST: NAN}))
+    assert engine.findings == []
     assert len(history) == 1
 
 
-def test_an_evaluation_between_does_not_end_a_widespread_trouble() -> None:
+def test_an_evaluation_between_does_not_end_a_widespread_issue() -> None:
     places = [Site(f"layers.{i}", "gradient") for i in range(6)]
-    rule = says(lambda step: [trouble(step, places[step], others=3)] if step % 2 == 0 else [])
-    judge = Judge((rule,), History())
+    rule = says(lambda step: [issue(step, places[step], others=3)] if step % 2 == 0 else [])
+    engine = RuleEngine((rule,), History())
     for step in range(6):
         frame = make_frame(step)
-        judge(frame if step % 2 == 0 else _evaluated(frame))
-    assert told(judge) == [0]
+        engine(frame if step % 2 == 0 else _evaluated(frame))
+    assert reported_steps(engine) == [0]
 
 
 def _evaluated(frame: Frame) -> Frame:
@@ -200,16 +200,16 @@ def _evaluated(frame: Frame) -> Frame:
 @pytest.mark.parametrize(
     ("severity", "level"), [("info", logging.INFO), ("warning", logging.WARNING), ("error", logging.ERROR)]
 )
-def test_each_told_finding_is_logged_once(severity: Severity, level: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_each_reported_finding_is_logged_once(severity: Severity, level: int, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, logger="tbhooks"):
-        judge_steps(says(lambda step: [trouble(step, severity=severity)]), 10)
+        run_steps(says(lambda step: [issue(step, severity=severity)]), 10)
     assert [(record.name, record.levelno, record.getMessage()) for record in caplog.records] == [
-        ("tbhooks", level, "trouble: trouble at 0")
+        ("tbhooks", level, "some_rule: issue at 0")
     ]
 
 
-def test_what_is_told_again_is_logged_again(caplog: pytest.LogCaptureFixture) -> None:
-    judge_steps(says(lambda step: [trouble(step, excess=10.0**step)]), 8)
+def test_what_is_reported_again_is_logged_again(caplog: pytest.LogCaptureFixture) -> None:
+    run_steps(says(lambda step: [issue(step, excess=10.0**step)]), 8)
     assert [record.getMessage() for record in caplog.records] == [
-        f"trouble: trouble at {step}" for step in (0, 1, 3, 7)
+        f"some_rule: issue at {step}" for step in (0, 1, 3, 7)
     ]

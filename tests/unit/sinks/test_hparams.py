@@ -201,23 +201,23 @@ def test_other_ranks_write_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("given", [2**53 + 1, -(2**70), 10**400, math.nan, -math.inf])
 def test_numbers_that_would_not_arrive_as_they_are_become_texts(given: float) -> None:
-    assert validation.understood({"x": given}, ()).values == {"x": str(given)}
+    assert validation.parse_hyperparameters({"x": given}, ()).values == {"x": str(given)}
 
 
 @pytest.mark.parametrize(
     ("values", "metrics", "message"),
     [
-        ({}, (), "hparams takes a dict"),
-        ([("lr", 1)], (), "hparams takes a dict"),
-        ({1: 2}, (), "names values by non-empty strings, not 1"),
-        ({"": 2}, (), "names values by non-empty strings"),
-        ({"a": {"": 2}}, (), "names values by non-empty strings"),
-        ({"a": {"b": 2}, "a.b": 3}, (), "names 'a.b' twice"),
-        ({"lr": 1}, "train/loss", "metrics is a list of tags"),
-        ({"lr": 1}, None, "metrics is a list of tags"),
-        ({"lr": 1}, ["train/loss", ""], "a metric is a tag"),
-        ({"lr": 1}, [3], "a metric is a tag"),
-        ({"lr": 1}, ["train/loss", "train/loss"], "names 'train/loss' twice"),
+        ({}, (), "hparams() must be a dict such as"),
+        ([("lr", 1)], (), "hparams() must be a dict such as"),
+        ({1: 2}, (), "a key of hparams must be a non-empty string, got 1"),
+        ({"": 2}, (), "a key of hparams must be a non-empty string"),
+        ({"a": {"": 2}}, (), "a key of hparams must be a non-empty string"),
+        ({"a": {"b": 2}, "a.b": 3}, (), "hparams has 'a.b' twice"),
+        ({"lr": 1}, "train/loss", "metrics must be a list of tags"),
+        ({"lr": 1}, None, "metrics must be a list of tags"),
+        ({"lr": 1}, ["train/loss", ""], "a metric must be a tag"),
+        ({"lr": 1}, [3], "a metric must be a tag"),
+        ({"lr": 1}, ["train/loss", "train/loss"], "metrics has 'train/loss' twice"),
     ],
 )
 def test_what_cannot_be_compared_is_refused_at_once(values: Any, metrics: Any, message: str) -> None:

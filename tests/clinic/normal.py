@@ -1,4 +1,4 @@
-"""Trainings with nothing wrong: whatever a rule warns of here is a false alarm."""
+"""Trainings without issues: every warning of a rule is a false alarm."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
 from tbhooks.data.frame import KINDS
-from tests.clinic.ward import (
+from tests.clinic.training import (
     LENGTH,
     VOCABULARY,
     Case,
-    RunView,
+    Training,
     Transformer,
     adam,
     classify,
@@ -34,38 +34,38 @@ _WORDS = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0, "pad_t
 _SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 
 
-def _plain(model: nn.Module, loss_of: Callable[[int], Tensor], lr: float = 1e-3, **how: Any) -> RunView:
-    return RunView(model, stepper(adam(model, lr), loss_of), **how)
+def _plain(model: nn.Module, loss_of: Callable[[int], Tensor], lr: float = 1e-3, **how: Any) -> Training:
+    return Training(model, stepper(adam(model, lr), loss_of), **how)
 
 
-def plain_cnn() -> RunView:
+def plain_cnn() -> Training:
     model = cnn()
     return _plain(model, classify(model, images), steps=200)
 
 
-def mlp_adamw() -> RunView:
+def mlp_adamw() -> Training:
     model = mlp()
     return _plain(model, classify(model), steps=200)
 
 
-def mlp_without_care() -> RunView:
+def mlp_without_care() -> Training:
     """Raw pixels from 0 to 16, SGD with momentum, no weight decay."""
     model = mlp((64, 128, 64, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.005, momentum=0.9)
-    return RunView(model, stepper(optimizer, classify(model, scale=4.0)), steps=150)
+    return Training(model, stepper(optimizer, classify(model, scale=4.0)), steps=150)
 
 
-def tanh_mlp() -> RunView:
+def tanh_mlp() -> Training:
     model = mlp((64, 64, 64, 64, 10), nn.Tanh)
     return _plain(model, classify(model), 3e-3, steps=150)
 
 
-def sigmoid_mlp() -> RunView:
+def sigmoid_mlp() -> Training:
     model = mlp((64, 64, 10), nn.Sigmoid)
     return _plain(model, classify(model), 1e-2, steps=150)
 
 
-def resnet() -> RunView:
+def resnet() -> Training:
     from transformers import ResNetConfig, ResNetForImageClassification
 
     config = ResNetConfig(
@@ -80,7 +80,7 @@ def resnet() -> RunView:
     return _plain(model, loss_of)
 
 
-def vit() -> RunView:
+def vit() -> Training:
     from transformers import ViTConfig, ViTForImageClassification
 
     model = ViTForImageClassification(ViTConfig(**_SIZES, image_size=8, patch_size=2, num_channels=1, num_labels=10))
@@ -100,14 +100,14 @@ def _language(model: nn.Module) -> Callable[[int], Tensor]:
     return loss_of
 
 
-def gpt2() -> RunView:
+def gpt2() -> Training:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     model = GPT2LMHeadModel(GPT2Config(**_WORDS, n_embd=32, n_layer=3, n_head=2, n_positions=LENGTH))
     return _plain(model, _language(model), kinds=(*KINDS, "functional"))
 
 
-def bert() -> RunView:
+def bert() -> Training:
     from transformers import BertConfig, BertForMaskedLM
 
     model = BertForMaskedLM(BertConfig(**_WORDS, **_SIZES, max_position_embeddings=LENGTH))
@@ -120,7 +120,7 @@ def bert() -> RunView:
     return _plain(model, loss_of, kinds=(*KINDS, "functional"))
 
 
-def mixtral() -> RunView:
+def mixtral() -> Training:
     from transformers import MixtralConfig, MixtralForCausalLM
 
     config = MixtralConfig(**_WORDS, **_SIZES, num_key_value_heads=1, num_local_experts=4, output_router_logits=True)
@@ -138,14 +138,14 @@ class Recurrent(nn.Module):
         return self.head(self.recurrent(self.embed(chosen))[0])
 
 
-def lstm() -> RunView:
+def lstm() -> Training:
     model = Recurrent(num_layers=2)
     return _plain(model, predict(model), 5e-3)
 
 
-def clipped_rnn() -> RunView:
+def clipped_rnn() -> Training:
     model = Recurrent(nn.RNN)
-    return RunView(model, stepper(sgd(model, 1.0), predict(model), clip=0.5), steps=150)
+    return Training(model, stepper(sgd(model, 1.0), predict(model), clip=0.5), steps=150)
 
 
 class Gan(nn.Module):
@@ -157,7 +157,7 @@ class Gan(nn.Module):
         )
 
 
-def gan() -> RunView:
+def gan() -> Training:
     model = Gan()
     of_generator = torch.optim.Adam(model.generator.parameters(), lr=2e-4, betas=(0.5, 0.999))
     of_discriminator = torch.optim.Adam(model.discriminator.parameters(), lr=2e-4, betas=(0.5, 0.999))
@@ -175,10 +175,10 @@ def gan() -> RunView:
         of_generator.step()
         return loss
 
-    return RunView(model, step, steps=200)
+    return Training(model, step, steps=200)
 
 
-def fine_tuning() -> RunView:
+def fine_tuning() -> Training:
     """All but the head and the last block frozen on purpose; the optimizer is given everything, as many do."""
     model = Transformer(depth=3)
     for name, parameter in model.named_parameters():
@@ -186,7 +186,7 @@ def fine_tuning() -> RunView:
     return _plain(model, predict(model))
 
 
-def frozen_middle() -> RunView:
+def frozen_middle() -> Training:
     """Adapters before and after a frozen body."""
     model = mlp((64, 64, 64, 64, 10), nn.GELU)
     model[2].requires_grad_(False)
@@ -194,21 +194,21 @@ def frozen_middle() -> RunView:
     return _plain(model, classify(model))
 
 
-def warm_up() -> RunView:
+def warm_up() -> Training:
     model = Transformer()
     optimizer = adam(model, 2e-3)
     schedule = LambdaLR(optimizer, lambda step: min(step / 80, 1.0))
-    return RunView(model, stepper(optimizer, predict(model), schedule=schedule), steps=120)
+    return Training(model, stepper(optimizer, predict(model), schedule=schedule), steps=120)
 
 
-def decayed_cosine() -> RunView:
+def decayed_cosine() -> Training:
     model = cnn()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
     schedule = CosineAnnealingLR(optimizer, T_max=150)
-    return RunView(model, stepper(optimizer, classify(model, images), schedule=schedule), steps=151)
+    return Training(model, stepper(optimizer, classify(model, images), schedule=schedule), steps=151)
 
 
-def dropout_heavy() -> RunView:
+def dropout_heavy() -> Training:
     model = nn.Sequential(
         nn.Dropout(0.2), nn.Linear(64, 128), nn.ReLU(), nn.Dropout(0.7), nn.Linear(128, 128), nn.ReLU(),
         nn.Dropout(0.7), nn.Linear(128, 10),
@@ -216,7 +216,7 @@ def dropout_heavy() -> RunView:
     return _plain(model, classify(model), steps=150)
 
 
-def mixed_precision() -> RunView:
+def mixed_precision() -> Training:
     model = Transformer()
 
     def loss_of(number: int) -> Tensor:
@@ -226,12 +226,12 @@ def mixed_precision() -> RunView:
     return _plain(model, loss_of)
 
 
-def batch_of_two() -> RunView:
+def batch_of_two() -> Training:
     model = mlp()
     return _plain(model, classify(model, lambda: vectors(2)), steps=200)
 
 
-def evaluation_only() -> RunView:
+def evaluation_only() -> Training:
     model = cnn().eval()
 
     def step(number: int) -> Tensor:
@@ -239,10 +239,10 @@ def evaluation_only() -> RunView:
             inputs, labels = images()
             return F.cross_entropy(model(inputs), labels)
 
-    return RunView(model, step, steps=40, evaluated=True)
+    return Training(model, step, steps=40, evaluated=True)
 
 
-def autoencoder() -> RunView:
+def autoencoder() -> Training:
     """Ends in a sigmoid on digits that are mostly black: bounds are where it belongs."""
     model = nn.Sequential(
         nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8), nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 64),
@@ -256,14 +256,14 @@ def autoencoder() -> RunView:
     return _plain(model, loss_of, 3e-3, steps=150)
 
 
-def overfitting() -> RunView:
+def overfitting() -> Training:
     """Eight digits learnt by heart: gradients fall by orders of magnitude."""
     model = mlp()
     inputs, labels = vectors(8)
     return _plain(model, lambda number: F.cross_entropy(model(inputs), labels), 3e-3, steps=200)
 
 
-def zero_start() -> RunView:
+def zero_start() -> Training:
     """Residual branches and a head that start at zero."""
     model = Transformer(depth=3)
     for block in model.blocks:
@@ -296,12 +296,12 @@ class _MaskedRows(nn.Module):
         return self.head((self.scored(x).softmax(dim=-1) @ self.value(x)).flatten(1))
 
 
-def masked_by_the_smallest_number() -> RunView:
+def masked_by_the_smallest_number() -> Training:
     model = _MaskedRows()
     return _plain(model, classify(model))
 
 
-def spikes_that_are_clipped() -> RunView:
+def spikes_that_are_clipped() -> Training:
     """Now and then a batch has a gradient a thousand times the usual, and the script clips, as language models do."""
     model = Transformer()
     optimizer, loss_of = adam(model), predict(model)
@@ -314,10 +314,10 @@ def spikes_that_are_clipped() -> RunView:
         optimizer.step()
         return loss
 
-    return RunView(model, step, steps=120)
+    return Training(model, step, steps=120)
 
 
-def frozen_stem_detached() -> RunView:
+def frozen_stem_detached() -> Training:
     """A backbone that is frozen on purpose and run without gradients; the optimizer is given everything."""
     model = nn.Sequential(mlp((64, 64, 32)), nn.ReLU(), nn.Linear(32, 10))
     model[0].requires_grad_(False)
@@ -328,25 +328,25 @@ def frozen_stem_detached() -> RunView:
             features = model[0](inputs)
         return F.cross_entropy(model[2](model[1](features)), labels)
 
-    return RunView(model, stepper(adam(model), loss_of))
+    return Training(model, stepper(adam(model), loss_of))
 
 
-def margin_reached() -> RunView:
-    """Eight digits told apart with a margin: the loss and with it all gradients become exactly zero."""
+def margin_reached() -> Training:
+    """Eight digits classified with a margin: the loss and with it all gradients become exactly zero."""
     model = mlp()
     inputs, labels = vectors(8)
     return _plain(model, lambda number: F.multi_margin_loss(model(inputs), labels), 3e-3, steps=150)
 
 
-def warm_up_logged_from_zero() -> RunView:
+def warm_up_logged_from_zero() -> Training:
     """The learning rate is zero in the first step, and every step is logged."""
     model = mlp()
     optimizer = adam(model)
     schedule = LambdaLR(optimizer, lambda step: min(step / 20, 1.0))
-    return RunView(model, stepper(optimizer, classify(model), schedule=schedule), steps=40, every=1)
+    return Training(model, stepper(optimizer, classify(model), schedule=schedule), steps=40, every=1)
 
 
-def noisy_regression() -> RunView:
+def noisy_regression() -> Training:
     model = mlp((64, 32, 1), nn.GELU)
 
     def loss_of(number: int) -> Tensor:
@@ -356,7 +356,7 @@ def noisy_regression() -> RunView:
     return _plain(model, loss_of, 3e-3, steps=150)
 
 
-HEALTHY = (
+NORMAL = (
     Case("CNN", plain_cnn),
     Case("MLP, AdamW", mlp_adamw),
     Case("MLP, raw inputs, momentum", mlp_without_care),

@@ -1,4 +1,4 @@
-"""Trainings with one illness each, put in on purpose."""
+"""Trainings with one deliberate issue each."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 
 from tbhooks.data.frame import KINDS
-from tests.clinic.ward import (
+from tests.clinic.training import (
     Case,
-    RunView,
+    Training,
     Transformer,
     adam,
     classify,
@@ -28,25 +28,25 @@ from tests.clinic.ward import (
 DEEP = (64, *[32] * 59, 10)
 
 
-def _classifier(model: nn.Module, optimizer: torch.optim.Optimizer, scale: float = 1.0) -> RunView:
-    return RunView(model, stepper(optimizer, classify(model, scale=scale)))
+def _classifier(model: nn.Module, optimizer: torch.optim.Optimizer, scale: float = 1.0) -> Training:
+    return Training(model, stepper(optimizer, classify(model, scale=scale)))
 
 
-def learning_rate_x1000() -> RunView:
+def learning_rate_x1000() -> Training:
     model = mlp()
     return _classifier(model, adam(model, 1.0))
 
 
-def learning_rate_x1000_transformer() -> RunView:
+def learning_rate_x1000_transformer() -> Training:
     model = Transformer()
-    return RunView(model, stepper(sgd(model, 300.0), predict(model)))
+    return Training(model, stepper(sgd(model, 300.0), predict(model)))
 
 
-def summed_by_mistake() -> RunView:
+def summed_by_mistake() -> Training:
     """From step 50 on the loss is summed over the batch instead of averaged, as after a careless change."""
     model = Transformer()
     usual = predict(model)
-    return RunView(model, stepper(adam(model), lambda number: usual(number) * (184 if number >= 50 else 1)))
+    return Training(model, stepper(adam(model), lambda number: usual(number) * (184 if number >= 50 else 1)))
 
 
 class _Recurrence(nn.Module):
@@ -63,7 +63,7 @@ class _Recurrence(nn.Module):
         return self.head(state)
 
 
-def recurrent_weights_grow() -> RunView:
+def recurrent_weights_grow() -> Training:
     model = _Recurrence()
 
     def grow(number: int) -> Tensor:
@@ -73,15 +73,15 @@ def recurrent_weights_grow() -> RunView:
         return step(number)
 
     step = stepper(sgd(model, 1e-3), classify(model))
-    return RunView(model, grow)
+    return Training(model, grow)
 
 
-def deep_tanh() -> RunView:
+def deep_tanh() -> Training:
     model = mlp(DEEP, nn.Tanh)
     return _classifier(model, adam(model, 1e-4))
 
 
-def deep_sigmoid() -> RunView:
+def deep_sigmoid() -> Training:
     model = mlp(DEEP, nn.Sigmoid)
     return _classifier(model, adam(model, 1e-4))
 
@@ -94,12 +94,12 @@ def _rescaled(model: nn.Module, factor: float) -> nn.Module:
     return model
 
 
-def init_too_large() -> RunView:
+def init_too_large() -> Training:
     model = _rescaled(mlp((64, *[64] * 7, 10)), 20.0)
     return _classifier(model, adam(model))
 
 
-def init_too_small() -> RunView:
+def init_too_small() -> Training:
     model = _rescaled(mlp((64, *[64] * 7, 10)), 0.05)
     with torch.no_grad():
         for layer in model:
@@ -108,30 +108,30 @@ def init_too_small() -> RunView:
     return _classifier(model, adam(model, 1e-5))
 
 
-def dead_relu() -> RunView:
+def dead_relu() -> Training:
     model = mlp()
     nn.init.constant_(model[2].bias, -10.0)
     return _classifier(model, sgd(model, 0.01))
 
 
-def half_dead_relu() -> RunView:
+def half_dead_relu() -> Training:
     model = cnn()
     with torch.no_grad():
         model[5].bias[:13] = -10.0
-    return RunView(model, stepper(adam(model), classify(model, images)))
+    return Training(model, stepper(adam(model), classify(model, images)))
 
 
-def tanh_fed_x100() -> RunView:
+def tanh_fed_x100() -> Training:
     model = mlp(activation=nn.Tanh)
     return _classifier(model, sgd(model, 0.01), scale=100.0)
 
 
-def sigmoid_fed_x100() -> RunView:
+def sigmoid_fed_x100() -> Training:
     model = mlp((64, 64, 10), nn.Sigmoid)
     return _classifier(model, sgd(model, 0.01), scale=100.0)
 
 
-def float16_overflow() -> RunView:
+def float16_overflow() -> Training:
     model = mlp((64, 64, 64, 64, 10)).half()
     with torch.no_grad():
         model[2].weight.mul_(2e5)
@@ -140,10 +140,10 @@ def float16_overflow() -> RunView:
         inputs, labels = vectors()
         return F.cross_entropy(model(inputs.half()).float(), labels)
 
-    return RunView(model, stepper(sgd(model, 1e-4), loss_of), steps=40)
+    return Training(model, stepper(sgd(model, 1e-4), loss_of), steps=40)
 
 
-def near_the_end_of_float16() -> RunView:
+def near_the_end_of_float16() -> Training:
     model = mlp((64, 64, 64, 10)).half()
     with torch.no_grad():
         model[2].weight.mul_(4e4)
@@ -153,29 +153,29 @@ def near_the_end_of_float16() -> RunView:
         inputs, labels = vectors()
         return F.cross_entropy(model(inputs.half()).float(), labels)
 
-    return RunView(model, stepper(sgd(model, 1e-9), loss_of), steps=40)
+    return Training(model, stepper(sgd(model, 1e-9), loss_of), steps=40)
 
 
-def block_not_in_optimizer() -> RunView:
+def block_not_in_optimizer() -> Training:
     model = Transformer()
     kept = [p for name, p in model.named_parameters() if not name.startswith("blocks.0.")]
-    return RunView(model, stepper(torch.optim.AdamW(kept, lr=1e-3), predict(model)))
+    return Training(model, stepper(torch.optim.AdamW(kept, lr=1e-3), predict(model)))
 
 
-def head_not_in_optimizer() -> RunView:
+def head_not_in_optimizer() -> Training:
     model = cnn()
     kept = list(model[:9].parameters())
-    return RunView(model, stepper(torch.optim.SGD(kept, lr=0.05), classify(model, images)))
+    return Training(model, stepper(torch.optim.SGD(kept, lr=0.05), classify(model, images)))
 
 
-def rounded_away() -> RunView:
+def rounded_away() -> Training:
     model = mlp().bfloat16()
 
     def loss_of(number: int) -> Tensor:
         inputs, labels = vectors()
         return F.cross_entropy(model(inputs.bfloat16()).float(), labels)
 
-    return RunView(model, stepper(adam(model, 1e-6), loss_of))
+    return Training(model, stepper(adam(model, 1e-6), loss_of))
 
 
 class _TwoBranches(nn.Module):
@@ -191,7 +191,7 @@ class _TwoBranches(nn.Module):
         return self.head(self.main(x) + self.branch(x).detach())
 
 
-def detached_branch() -> RunView:
+def detached_branch() -> Training:
     model = _TwoBranches()
     return _classifier(model, adam(model))
 
@@ -207,12 +207,12 @@ class _CutOff(nn.Module):
         return self.head(self.stem(x).detach())
 
 
-def detached_stem() -> RunView:
+def detached_stem() -> Training:
     model = _CutOff()
     return _classifier(model, adam(model))
 
 
-def gradients_cleared_before_the_step() -> RunView:
+def gradients_cleared_before_the_step() -> Training:
     model = mlp()
     optimizer, loss_of = adam(model), classify(model)
 
@@ -223,31 +223,31 @@ def gradients_cleared_before_the_step() -> RunView:
         optimizer.step()
         return loss
 
-    return RunView(model, step)
+    return Training(model, step)
 
 
-def one_class() -> RunView:
+def one_class() -> Training:
     """Cross entropy over a single class is zero whatever the model says."""
     model = mlp((64, 32, 1))
-    return RunView(
+    return Training(
         model, stepper(adam(model), lambda number: F.cross_entropy(model(vectors()[0]), torch.zeros(32).long()))
     )
 
 
-def learning_rate_zero() -> RunView:
+def learning_rate_zero() -> Training:
     """A factor of the schedule that is rounded to zero."""
     model = cnn()
     optimizer = adam(model)
     schedule = LambdaLR(optimizer, lambda step: step // 1000)
-    return RunView(model, stepper(optimizer, classify(model, images), schedule=schedule))
+    return Training(model, stepper(optimizer, classify(model, images), schedule=schedule))
 
 
-def learning_rate_20() -> RunView:
+def learning_rate_20() -> Training:
     model = mlp()
     return _classifier(model, sgd(model, 20.0))
 
 
-def multiplied_by_zero() -> RunView:
+def multiplied_by_zero() -> Training:
     model = mlp((64, 32, 32, 10))
     nn.init.zeros_(model[4].weight)
     model[4].weight.requires_grad_(False)
@@ -269,12 +269,12 @@ class _Logarithm(nn.Module):
         return self.head(bright.log())
 
 
-def logarithm_of_zero() -> RunView:
+def logarithm_of_zero() -> Training:
     model = _Logarithm()
     return replace(_classifier(model, adam(model)), steps=251, every=50)
 
 
-def nan_in_one_layer() -> RunView:
+def nan_in_one_layer() -> Training:
     model = cnn()
     seen = [0]
 
@@ -283,27 +283,27 @@ def nan_in_one_layer() -> RunView:
         return out / 0.0 * 0.0 if seen[0] > 40 else out
 
     model[4].register_forward_hook(spoil)
-    return RunView(model, stepper(adam(model), classify(model, images)), steps=60)
+    return Training(model, stepper(adam(model), classify(model, images)), steps=60)
 
 
-def attention_blown_up() -> RunView:
+def attention_blown_up() -> Training:
     model = Transformer()
     with torch.no_grad():
         model.blocks[1].qkv.weight[:64].mul_(40.0)
-    return RunView(model, stepper(adam(model), predict(model)), kinds=(*KINDS, "functional"))
+    return Training(model, stepper(adam(model), predict(model)), kinds=(*KINDS, "functional"))
 
 
-def learning_rate_too_small() -> RunView:
+def learning_rate_too_small() -> Training:
     model = Transformer()
-    return RunView(model, stepper(adam(model, 1e-8), predict(model)))
+    return Training(model, stepper(adam(model, 1e-8), predict(model)))
 
 
-def learning_rate_too_small_sgd() -> RunView:
+def learning_rate_too_small_sgd() -> Training:
     model = cnn()
-    return RunView(model, stepper(sgd(model, 1e-7), classify(model, images)))
+    return Training(model, stepper(sgd(model, 1e-7), classify(model, images)))
 
 
-def representation_collapse() -> RunView:
+def representation_collapse() -> Training:
     """Two views of a digit are drawn together, and nothing keeps different digits apart."""
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 32, bias=False))
 
@@ -312,10 +312,10 @@ def representation_collapse() -> RunView:
         one, other = (model(inputs + 0.3 * torch.randn_like(inputs)) for _ in range(2))
         return (one - other).square().sum(dim=1).mean()
 
-    return RunView(model, stepper(adam(model, 1e-2), loss_of), steps=200)
+    return Training(model, stepper(adam(model, 1e-2), loss_of), steps=200)
 
 
-def corrupt_batch() -> RunView:
+def corrupt_batch() -> Training:
     model = cnn()
 
     def loss_of(number: int) -> Tensor:
@@ -325,26 +325,26 @@ def corrupt_batch() -> RunView:
         return F.cross_entropy(model(inputs), labels)
 
     model[1], model[5] = nn.Identity(), nn.Identity()
-    return RunView(model, stepper(sgd(model, 0.02), loss_of, clip=1.0), steps=151)
+    return Training(model, stepper(sgd(model, 0.02), loss_of, clip=1.0), steps=151)
 
 
-def wrong_labels() -> RunView:
+def wrong_labels() -> Training:
     model = mlp()
 
     def loss_of(number: int) -> Tensor:
         inputs, labels = vectors()
         return F.cross_entropy(model(inputs), (labels + 5) % 10 if number == 140 else labels)
 
-    return RunView(model, stepper(adam(model, 3e-3), loss_of), steps=161)
+    return Training(model, stepper(adam(model, 3e-3), loss_of), steps=161)
 
 
-def gradients_below_float16() -> RunView:
+def gradients_below_float16() -> Training:
     model = mlp()
     loss_of = classify(model)
-    return RunView(model, stepper(adam(model), lambda number: loss_of(number) * 1e-7))
+    return Training(model, stepper(adam(model), lambda number: loss_of(number) * 1e-7))
 
 
-SICK = (
+AFFECTED = (
     Case("learning rate x1000, MLP", learning_rate_x1000, ("update_ratio",), severity="error"),
     Case(
         "learning rate x1000, transformer",

@@ -1,4 +1,4 @@
-"""What every case of the clinic shares: real data, one way to train, and what is expected of the rules."""
+"""What all cases share: real data, training loops, and what is expected of the rules."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from tbhooks.data.history import History
 
 STEPS, EVERY, BATCH, LENGTH, VOCABULARY = 100, 10, 32, 24, 128
 FRAMES_ALLOWED = 3
-"""So many logged frames after its onset an illness must be found."""
+"""Within how many logged steps after its onset an issue must be found."""
 
 
 @dataclass(frozen=True)
-class RunView:
-    """A model, what one of its training steps does, and how it is watched."""
+class Training:
+    """A model, its training step, and how it is watched."""
 
     model: nn.Module
     step: Callable[[int], Tensor]
-    """Trains once and returns the loss."""
+    """Runs one training step and returns the loss."""
     steps: int = STEPS
     every: int = EVERY
     kinds: tuple[str, ...] = KINDS
@@ -35,28 +35,28 @@ class RunView:
 
 @dataclass(frozen=True)
 class Case:
-    """`rules` must all be found, none of it later than three frames after `onset`, each at a path that `at` allows."""
+    """All of `rules` must be reported within three logged steps of `onset`, each at a path that `at` allows."""
 
     name: str
-    admit: Callable[[], RunView]
+    make: Callable[[], Training]
     rules: tuple[str, ...] = ()
     at: tuple[str, ...] = ("*",)
     onset: int = 0
     severity: str = "warning"
-    """The least severity that counts as found."""
+    """The minimum severity of an expected finding."""
 
 
-def treat(case: Case, seed: int = 0) -> tuple[History, list[Finding], int]:
-    """Trains a case under a watch: its frames, what was told, and how many steps lie between two frames."""
+def train(case: Case, seed: int = 0) -> tuple[History, list[Finding], int]:
+    """Trains a case with a watch; returns the history, the findings and `every`."""
     torch.manual_seed(seed)
-    patient = case.admit()
-    with tbhooks.watch(patient.model, every=patient.every, kinds=patient.kinds) as watching:
-        if patient.evaluated:
+    training = case.make()
+    with tbhooks.watch(training.model, every=training.every, kinds=training.kinds) as watching:
+        if training.evaluated:
             watching.evaluation()
-        for number in range(patient.steps):
-            watching.log({"loss": patient.step(number)})
+        for number in range(training.steps):
+            watching.log({"loss": training.step(number)})
     assert watching.stats.errors == 0, watching.stats.messages
-    return watching.history, watching.findings, patient.every
+    return watching.history, watching.findings, training.every
 
 
 # --- Data -----------------------------------------------------------------------------------------
@@ -80,7 +80,7 @@ def text() -> Tensor:
 
 
 def images(count: int = BATCH) -> tuple[Tensor, Tensor]:
-    """Digits, centred and scaled as one would."""
+    """Digits, centred and scaled."""
     pictures, labels = digits()
     chosen = torch.randint(len(pictures), (count,))
     return (pictures[chosen] - 0.3) / 0.37, labels[chosen]
@@ -106,7 +106,7 @@ def stepper(
     clip: float | None = None,
     schedule: torch.optim.lr_scheduler.LRScheduler | None = None,
 ) -> Callable[[int], Tensor]:
-    """The training step everybody writes."""
+    """An ordinary training step."""
 
     def step(number: int) -> Tensor:
         optimizer.zero_grad()
