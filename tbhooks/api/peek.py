@@ -25,7 +25,7 @@ from tbhooks.capture.autograd import in_backward, is_traced, without_dispatch_mo
 from tbhooks.capture.dynamo import dynamo_disable
 from tbhooks.capture.hooks.hook_types import ForwardHook
 from tbhooks.capture.hooks.observer import Observer
-from tbhooks.capture.preserve_state import gradients_aside, untouched
+from tbhooks.capture.preserve_state import preserved, without_gradients
 from tbhooks.capture.recorder import Recorder
 from tbhooks.capture.selection import Selector
 from tbhooks.capture.session import CaptureSession
@@ -79,7 +79,7 @@ def peek(model: nn.Module, /, *args: Any, loss: Loss = None, keep: Any = None, *
     report = Report()
     recorder = Recorder(KINDS if loss is None else KINDS_WITH_LOSS)
     collector = _Collector(model, recorder, report, _chosen(model, keep))
-    with _watches_paused(model), untouched(model, dict(tensor_tree.inputs(args, kwargs))) as unrestored:
+    with _watches_paused(model), preserved(model, dict(tensor_tree.inputs(args, kwargs))) as unrestored:
         notes = _run(model, args, kwargs, loss, collector, recorder, report)
         frame = _frame(recorder)
     judged = RuleEngine(ONE_PASS_RULES, History())(frame)
@@ -247,7 +247,7 @@ def _backward(loss: Tensor, model: nn.Module, begin: int) -> None:
             "leaves no way around it: peek without a loss, or checkpoint with use_reentrant=False"
         )
     else:
-        with gradients_aside(leaf for leaf in graph.leaves if id(leaf) not in own):
+        with without_gradients(leaf for leaf in graph.leaves if id(leaf) not in own):
             torch.autograd.backward(loss, retain_graph=graph.is_older)
 
 

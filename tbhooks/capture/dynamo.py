@@ -15,12 +15,13 @@ import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from tbhooks.capture.autograd import call_stack
 from tbhooks.data.patching import after_import
 from tbhooks.data.self_report import logger
 from tbhooks.reduction.torch_private import look_up, missing
@@ -214,10 +215,9 @@ def is_compiled(module: nn.Module) -> bool:
 def is_around() -> bool:
     """Whether a frame of dynamo is on the Python stack, other than one that runs something uncompiled."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    frame: FrameType | None = sys._getframe(1) if dynamo is not None else None
-    while frame is not None and frame.f_globals is not vars(dynamo):
-        frame = frame.f_back
-    return frame is not None and not frame.f_code.co_qualname.startswith("DisableContext")
+    frames = () if dynamo is None else (frame for frame in call_stack() if frame.f_globals is vars(dynamo))
+    innermost = next(iter(frames), None)
+    return innermost is not None and not innermost.f_code.co_qualname.startswith("DisableContext")
 
 
 def dynamo_disable(function: Function) -> Function:

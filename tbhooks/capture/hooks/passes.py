@@ -10,14 +10,13 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from types import FrameType
 
 from torch import Tensor, nn
 
-from tbhooks.capture.autograd import in_backward, may_reach_backward
+from tbhooks.capture.autograd import call_stack, in_backward, may_reach_backward
 from tbhooks.capture.dynamo import CompileGate
+from tbhooks.capture.hooks.function_mode import MODULE_CALL
 
-_MODULE_CALL = nn.Module._call_impl.__code__
 # The gradients of this many parameters are compared, to find out whether they were cleared.
 MOST_COMPARED = 8
 
@@ -213,10 +212,4 @@ class Passes:
 
 def _calls_of(model: nn.Module | None) -> int:
     """How many calls of the model are running in this thread, including the one whose hooks are being called."""
-    count = 0
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is _MODULE_CALL and frame.f_locals.get("self") is model:
-            count += 1
-        frame = frame.f_back
-    return count
+    return sum(frame.f_code is MODULE_CALL and frame.f_locals.get("self") is model for frame in call_stack())

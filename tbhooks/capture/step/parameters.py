@@ -191,7 +191,7 @@ class ParameterReader:
             self._tensors[id(parameter)] = parameter
             if sharded_tensors.is_sharded(parameter):
                 for kind in ("weight", "weight_gradient", "update"):
-                    self._recorder.pieces[Site(path, kind)] = sharded_tensors.shard_index(parameter)
+                    self._recorder.shards[Site(path, kind)] = sharded_tensors.shard_index(parameter)
         if self._recorder.wants("update"):
             local = ((key, self._weight(key)) for key in self._tensors)
             self._before.make_room((key, weight) for key, weight in local if can_be_one_of_many(weight))
