@@ -3,16 +3,19 @@ VENV := .venv
 PYTHON := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-slow test-torch test-browser test-triton test-trackers lint bench notebooks clinic look clean
+.PHONY: demo test test-slow test-all test-torch test-browser test-triton test-trackers lint bench notebooks clinic look clean
 
 demo: $(READY)  ## train a small CNN on digits, watched, and say how to look at it
 	$(PYTHON) -m tbhooks demo
 
 test: lint  ## everything CI runs
-	$(PYTHON) -m pytest -n 3 --dist loadgroup -m "not slow" --durations 5
+	$(PYTHON) -m tests.support.groups test
 
 test-slow: $(READY)  ## the cases that `make test` leaves out for their time
-	$(PYTHON) -m pytest -n 3 --dist loadgroup -m slow
+	$(PYTHON) -m tests.support.groups slow
+
+test-all: lint  ## every group of tests that can run on this machine, and what was skipped and why
+	$(PYTHON) -m tests.support.groups
 
 VERSION := 2.15.0
 TORCH := .venv-torch-$(VERSION)
@@ -21,22 +24,22 @@ test-torch:  ## the suite on another torch (make test-torch VERSION=2.6.0); the 
 	grep -v '^torch==' constraints.txt > $(TORCH)/constraints.txt
 	echo 'torch==$(VERSION)' >> $(TORCH)/constraints.txt
 	$(TORCH)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(TORCH)/constraints.txt --editable '.[dev]'
-	$(TORCH)/bin/python -m pytest -n 3 --dist loadgroup -m "not slow"
+	$(TORCH)/bin/python -m tests.support.groups test
 
 test-browser: $(READY)  ## the TensorBoard tab in a real browser: Debian's chromium
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,browser]'
-	$(PYTHON) -m pytest tests/browser
+	$(PYTHON) -m tests.support.groups browser
 
 test-triton: $(READY)  ## the CUDA kernels in Triton's interpreter; 1 GB, kept apart from everything else
 	$(PYTHON) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --target $(VENV)/triton triton
-	TRITON_INTERPRET=1 PYTHONPATH=$(VENV)/triton $(PYTHON) -m pytest tests/unit/reduction/test_triton.py
+	$(PYTHON) -m tests.support.groups triton
 
 test-trackers: $(READY)  ## MLflow and Aim; 600 MB, kept apart in a venv that sees this one
 	test -d $(VENV)/trackers || python3 -m venv $(VENV)/trackers
 	$(PYTHON) -c "import site; print('import site; site.addsitedir(%r)' % site.getsitepackages()[0])" \
 		> "$$($(VENV)/trackers/bin/python -c 'import site; print(site.getsitepackages()[0])')/main.pth"
 	$(VENV)/trackers/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[mlflow,aim]'
-	$(VENV)/trackers/bin/python -m pytest tests/trackers
+	$(PYTHON) -m tests.support.groups trackers
 
 lint: $(READY)
 	$(PYTHON) -m ruff check .

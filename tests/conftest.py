@@ -82,9 +82,32 @@ def _no_watch_left_open() -> Iterator[None]:
         watching.close()
 
 
+@pytest.fixture
+def nothing_compiled() -> Iterator[None]:
+    """Nothing is left of what torch.compile did in an earlier test, nor for a later one."""
+    from tests.support.compiling import reset
+
+    reset()
+    yield
+    reset()
+
+
+@pytest.fixture
+def no_function_mode_left() -> Iterator[None]:
+    """A test that leaves a torch function mode on the stack fails, and does not disturb the next one."""
+    from torch.overrides import _get_current_function_mode_stack, _pop_mode
+
+    assert not _get_current_function_mode_stack()
+    yield
+    left = _get_current_function_mode_stack()
+    for _ in left:
+        _pop_mode()
+    assert not left
+
+
 @pytest.fixture(scope="module", params=["C", "torch"])
 def both_kernels(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Runs a module's tests twice: with the C kernel, and with the torch operations that serve without it."""
+    """Runs a module's tests twice: with the C kernel, and with the torch operations that replace it."""
     library = cpu.library
     if request.param == "torch":
         cpu.library = None

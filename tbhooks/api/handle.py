@@ -61,8 +61,10 @@ class Watch(WatchRequests):
         self._unwritten: list[Finding] = []
         # A rank of a job may be killed at any time: what is written is to be on disk.
         self._worker = Worker(sinks, self._judged, self._report, flushes=is_of_a_job())
-        self._session = CaptureSession(model, selector, kinds, schedule, mode, place, self._worker.submit, self._report)
-        self._session.raises = self._reactions.raise_if_asked
+        self._session = CaptureSession(
+            model, selector, kinds, schedule, mode, place, self._worker.submit, self._reactions.raise_if_asked,
+            self._report,
+        )  # fmt: skip
         self._model = weakref.ref(unwrap(model))
         self._sinks = sinks
         self._sinks_of = sinks_of
@@ -372,7 +374,7 @@ class Watch(WatchRequests):
         self._report.forked()
         self._session.forked()
         self._session.abandon()
-        self._session.forget_everyone()
+        self._session.disconnect()
 
 
 @runtime_checkable

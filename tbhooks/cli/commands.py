@@ -15,7 +15,8 @@ from tbhooks import rules, runs
 from tbhooks.cli import run as running
 from tbhooks.data.errors import check_integer
 from tbhooks.drawing.text import printable
-from tbhooks.runs import below, compare, report_data
+from tbhooks.runs import compare, report_data
+from tbhooks.runs.run import every_run, one_run
 from tbhooks.views import report_html, report_text
 
 # Exit codes of `check`, and of anything that cannot do what it was asked.
@@ -106,12 +107,12 @@ def _told(options: argparse.Namespace) -> int:
     other = options.other or options.compare
     if other is not None and (options.html or (options.other and options.compare)):
         raise tbhooks.ArgumentError("--html shows one run" if options.html else "two runs are compared, not three")
-    run = below.one_run(options.run, _read)
+    run = one_run(options.run, _read)
     if options.html:
         _write_page(run, options.html)
         return 0
     if other is not None:
-        comparison = compare.compare(run, below.one_run(other, _read))
+        comparison = compare.compare(run, one_run(other, _read))
         return _say(comparison.to_dict() if options.json else report_text.of_comparison(comparison))
     if options.json:
         return _say(report_data.document(run))
@@ -165,7 +166,7 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _judged(options: argparse.Namespace) -> int:
-    checked = below.every_run(options.run, _read)
+    checked = every_run(options.run, _read)
     counts = report_data.SEVERITIES[: report_data.SEVERITIES.index(options.fail_on) + 1]
     found = False
     for run in checked:

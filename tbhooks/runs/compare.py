@@ -1,7 +1,7 @@
-"""Where two runs part: the first step at which they differ by more than their own noise, and what differs most.
+"""Where two runs diverge: the first step at which they differ by more than their own noise, and what differs most.
 
-Runs are compared at the steps both have logged. Noise is how much a number changes from one logged step to
-the next anyway, so that two runs of the same training with other batches do not part at step one.
+Runs are compared at the steps that both have logged. The noise is the usual change of a value from one logged step to
+the next, so that two runs of the same training with different batches do not diverge at once.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tbhooks.data.stats import Floats
-from tbhooks.runs import Run
 from tbhooks.runs.report_data import own_scalars, run_grids
+from tbhooks.runs.run import Run
 
 SHARE = 0.10
-# Four times the usual change, at three logged steps in a row: chance does that to nobody.
+# Four times the usual change at three consecutive logged steps is no coincidence.
 NOISES, IN_A_ROW = 4.0, 3
 MOST_SHOWN = 10
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How one number differs: since when (None: never beyond noise), and by how much where it matters."""
+    """How one value differs: since which step (None: never beyond noise), and by how much where it differs most."""
 
     what: str
     parted: int | None
@@ -37,7 +37,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Two runs side by side; `differences` has everything that parted, the largest first."""
+    """Two runs compared; `differences` has everything that diverged, the largest difference first."""
 
     runs: tuple[str, str]
     common_steps: int
@@ -52,11 +52,11 @@ class Comparison:
 
 
 def compare(first: Run, second: Run) -> Comparison:
-    """Compares the scalars and the telling statistics of every site."""
+    """Compares the scalars and the main statistics of every site."""
     one, two = dict(_series(first)), dict(_series(second))
     both = [what for what in one if what in two]
-    found = [difference for what in both if (difference := _difference(what, one[what], two[what])) is not None]
-    parted = [difference for difference in found if difference.parted is not None]
+    differences = [difference for what in both if (difference := _difference(what, one[what], two[what])) is not None]
+    parted = [difference for difference in differences if difference.parted is not None]
     steps = [difference.parted for difference in parted if difference.parted is not None]
     start = min(steps, default=None)
     common = {step for what in both for step in _common(one[what], two[what])[0].tolist()}
@@ -109,14 +109,14 @@ def _difference(what: str, one: Points, two: Points) -> Difference | None:
 
 
 def _noise(left: Floats, right: Floats) -> float:
-    """The usual change from step to step: a median, so that the explosion one looks for does not hide itself."""
+    """The median change from step to step: an explosion does not raise it."""
     changes = np.abs(np.concatenate([np.diff(left), np.diff(right)]))
     changes = changes[np.isfinite(changes)]
     return float(np.median(changes)) if len(changes) else 0.0
 
 
 def _first_lasting(beyond: NDArray[np.bool_], at_once: NDArray[np.bool_]) -> int | None:
-    """The first of several in a row; a number that is no number counts at once."""
+    """The first of several consecutive steps beyond the noise; a NaN in only one run counts at once."""
     row = min(IN_A_ROW, len(beyond))
     lasting = at_once.copy()
     lasting[: len(beyond) - row + 1] |= np.lib.stride_tricks.sliding_window_view(beyond, row).all(axis=1)

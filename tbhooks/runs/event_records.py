@@ -1,7 +1,7 @@
-"""Event files as the records they are made of, whatever state they are in.
+"""The records of an event file, whatever state it is in.
 
-A file may still be growing, be cut short by a kill, or be no event file at all: what is intact comes out,
-and what is not is said in a sentence. Memory is never taken on the word of a length field.
+A file may still be growing, be cut short by a kill, or not be an event file at all: intact records are returned, and
+the rest is reported in sentences. No length field is trusted when memory is allocated.
 """
 
 from __future__ import annotations
@@ -16,69 +16,73 @@ from typing import Any, BinaryIO
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from tensorboard.summary.writer import record_writer
 
-Tell = Callable[[str], None]
+ReportProblem = Callable[[str], None]
+Progress = Callable[[int, int], None]
+"""Called with the number of bytes read so far and the total."""
 HEADER, FOOTER = 12, 4
 # After so many damaged records in one file the rest is counted, not listed.
-MOST_TOLD = 3
+MAX_LISTED = 3
 
 
-def records(path: Path, tell: Tell, progress: Callable[[int, int], None] | None = None) -> Iterator[bytes]:
-    """The intact records of a file in order; `tell` is given a sentence for each that is not."""
+def size_of(path: Path) -> int:
+    """The size of a file; 0 if it cannot be read."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def records(path: Path, report: ReportProblem, progress: Progress | None = None) -> Iterator[bytes]:
+    """The intact records of a file in order; `report` is called with a sentence for each damaged one."""
     try:
         size = path.stat().st_size
         if not stat.S_ISREG(path.stat().st_mode):
-            tell(f"{path.name}: not a file")
+            report(f"{path.name}: not a file")
             return
         if size == 0:
-            tell(f"{path.name}: empty, nothing was written to it yet")
+            report(f"{path.name}: empty, nothing was written to it yet")
         with path.open("rb") as file:
-            yield from _records(file, size, lambda problem: tell(f"{path.name}: {problem}"), progress)
+            yield from _records(file, size, lambda problem: report(f"{path.name}: {problem}"), progress)
     except OSError as problem:
-        tell(f"{path.name}: cannot be read ({problem.strerror or problem})")
+        report(f"{path.name}: cannot be read ({problem.strerror or problem})")
 
 
-def _records(
-    file: BinaryIO, size: int, tell: Tell, progress: Callable[[int, int], None] | None
-) -> Iterator[bytes]:  # fmt: skip
+def _records(file: BinaryIO, size: int, report: ReportProblem, progress: Progress | None) -> Iterator[bytes]:
     checksum = _checksum()
     at, damaged = 0, 0
     while at < size:
         header = file.read(HEADER)
         length, length_crc = struct.unpack("<QI", header) if len(header) == HEADER else (size, None)
         if length_crc is not None and checksum(header[:8]) != length_crc:
-            tell(_no_record(at))
+            report(
+                f"record at byte {at} has a wrong checksum, skipped the rest of the file" if at else "not an event file"
+            )
             break
         if length_crc is None or length > size - at - HEADER - FOOTER:
-            tell(f"cut short at byte {at}, the last step may be missing")
+            report(f"cut short at byte {at}, the last step may be missing")
             break
         data = file.read(length)
         footer = file.read(FOOTER)
-        if len(footer) < FOOTER:  # somebody made the file shorter meanwhile
-            tell(f"cut short at byte {at}, the last step may be missing")
+        if len(footer) < FOOTER:  # the file was truncated meanwhile
+            report(f"cut short at byte {at}, the last step may be missing")
             break
         if checksum(data) == struct.unpack("<I", footer)[0]:
             yield data
         else:
             damaged += 1
-            if damaged <= MOST_TOLD:
-                tell(f"record at byte {at} has a wrong checksum, skipped")
+            if damaged <= MAX_LISTED:
+                report(f"record at byte {at} has a wrong checksum, skipped")
         at += HEADER + length + FOOTER
         if progress is not None:
             progress(at, size)
-    if damaged > MOST_TOLD:
-        tell(f"{damaged} records have a wrong checksum, skipped")
-
-
-def _no_record(at: int) -> str:
-    if at == 0:
-        return "not an event file"
-    return f"record at byte {at} has a wrong checksum, skipped the rest of the file"
+    if damaged > MAX_LISTED:
+        report(f"{damaged} records have a wrong checksum, skipped")
 
 
 @lru_cache(maxsize=1)
 def _checksum() -> Callable[[bytes], int]:
     try:
-        import google_crc32c  # noqa: PLC0415  without it everything works, slower
+        import google_crc32c  # noqa: PLC0415  optional: only faster
     except ImportError:
         stock: Callable[[bytes], int] = record_writer.masked_crc32c
         return stock
@@ -91,15 +95,12 @@ def _checksum() -> Callable[[bytes], int]:
 
 
 def event_of_bytes() -> Any:
-    """TensorBoard's Event with its summary left as bytes."""
+    """TensorBoard's Event class with the summary left as bytes."""
     return _messages()[0]
 
 
 def summary_of_bytes() -> Any:
-    """TensorBoard's Summary with its values left as bytes.
-
-    A step has thousands of them, and an object for each would take longer than all the rest of reading.
-    """
+    """TensorBoard's Summary class with the values left as bytes: parsing thousands of values would dominate reading."""
     return _messages()[1]
 
 

@@ -1,7 +1,6 @@
-"""A run boiled down to what people look at: a few statistics of every site over the steps, and one document.
+"""The data of reports: a few statistics of every site over the steps, and one JSON document.
 
-The text report, the page and the comparison all show these grids, so that they cannot disagree. Numbers
-only: how they look is decided elsewhere.
+The text report, the HTML report and the comparison all show these grids. Formatting is done elsewhere.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from tbhooks.data.findings import SEVERITIES
 from tbhooks.data.frame import ROOT, Finding, Frame, Site
 from tbhooks.data.grids import Grid
 from tbhooks.data.jsonable import to_jsonable
-from tbhooks.runs import Run
+from tbhooks.runs.run import Run
 from tbhooks.runs.scalars import Series
 
 __all__ = ["SEVERITIES", "Grid", "as_json", "by_severity", "document", "grids", "own_scalars"]
@@ -28,18 +27,18 @@ RETURNED_LOSS = "loss returned by the model"
 
 
 def run_grids(run: Run) -> list[Grid]:
-    """The telling statistics of every kind there is, in the order the kinds came."""
+    """The main statistics of every kind, in the order in which the kinds were recorded."""
     return grids.grids(run.frames)
 
 
 def own_scalars(run: Run) -> dict[str, Series]:
-    """What was logged besides the statistics of sites, the most telling first; a loss that the model returns, too."""
+    """The scalars that are not statistics of sites, the most important first, and the loss returned by the model."""
     scalars = {**run.scalars, **_returned_losses(run)}
     return {tag: scalars[tag] for tag in grids.own_scalars(scalars) if len(scalars[tag].steps)}
 
 
 def _returned_losses(run: Run) -> dict[str, Series]:
-    """The output `loss` of the whole model, as transformers' models have one: the mean over a step's forwards."""
+    """The output `loss` of the whole model (as in transformers), averaged over the forwards of a step."""
     found: dict[str, Series] = {}
     for frames, kind, tag in ((run.training, "activation", RETURNED_LOSS), (run.evaluations, "eval.activation", "")):
         name = Site(ROOT, kind, "[loss]").name
@@ -52,23 +51,23 @@ def _returned_losses(run: Run) -> dict[str, Series]:
 
 
 def by_severity(run: Run) -> list[Finding]:
-    """The worst first, and of those the earliest."""
+    """Sorted by severity, then by step."""
     return findings.by_severity(run.findings)
 
 
 def document(run: Run) -> dict[str, Any]:
-    """The run for machines. Keys:
+    """The run as a JSON document. Keys:
 
     - `version`, `run` (the directory), `steps` (`first`, `last`, `logged`; null if there is none), `evaluations`
     - `scalars`: by tag `count`, `first`, `last`, `min`, `max`, `last_step`
-    - `sites`: in execution order `path`, `kind`, `index`, `last_step`, and `stats` all statistics of the row there
-    - `findings`: the worst first, each as `Finding.to_dict` gives it
-    - `problems`: what was wrong with the files, in sentences
+    - `sites`: in execution order `path`, `kind`, `index`, `last_step`, and all statistics at that step as `stats`
+    - `findings`: the most severe first, each as returned by `Finding.to_dict`
+    - `problems`: what could not be read, in sentences
 
-    NaN and infinities are the strings "nan", "inf" and "-inf"; a statistic without a value is "nan".
+    NaN and infinities are the strings "nan", "inf" and "-inf"; a statistic without value is "nan".
     """
     steps = [frame.step for frame in run.training]
-    told: dict[str, Any] = to_jsonable({
+    document: dict[str, Any] = to_jsonable({
         "version": DOCUMENT_VERSION,
         "run": str(run.directory),
         "steps": {"first": steps[0], "last": steps[-1], "logged": len(steps)} if steps else None,
@@ -78,11 +77,11 @@ def document(run: Run) -> dict[str, Any]:
         "findings": [finding.to_dict() for finding in by_severity(run)],
         "problems": list(run.problems),
     })  # fmt: skip
-    return told
+    return document
 
 
 def as_json(value: Mapping[str, Any]) -> str:
-    """One document; other programs' parsers know no NaN."""
+    """Strict JSON: NaN becomes a string."""
     return json.dumps(to_jsonable(value), allow_nan=False, indent=1)
 
 
@@ -102,7 +101,7 @@ def _sites(run: Run) -> list[dict[str, Any]]:
         for i, site in enumerate(frame.sites):
             if site not in newest or newest[site][0].step < frame.step:
                 newest[site] = frame, i
-    told = []
+    sites = []
     columns: dict[int, dict[str, list[float]]] = {}
     for site, (frame, i) in newest.items():
         if id(frame) not in columns:
@@ -110,7 +109,7 @@ def _sites(run: Run) -> list[dict[str, Any]]:
         numbers = {name: column[i] for name, column in columns[id(frame)].items()}
         if site.plain_kind != "update":
             del numbers["ratio"]
-        told.append({
+        sites.append({
             "path": site.path, "kind": site.kind, "index": site.index, "last_step": frame.step, "stats": numbers,
         })  # fmt: skip
-    return told
+    return sites

@@ -1,4 +1,4 @@
-"""Scalars of event files, millions of them: gathered as bytes, turned into arrays once at the end."""
+"""The scalars of event files: millions of values, collected as bytes and turned into arrays once at the end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _STATS = frozenset((*STAT_NAMES, *INSIDE_ATTENTION))
 
 
 class Series(NamedTuple):
-    """A scalar over the steps it was logged at, by step."""
+    """The steps and values of a scalar, sorted by step."""
 
     steps: NDArray[np.int64]
     values: Floats
@@ -35,14 +35,14 @@ class Series(NamedTuple):
 
 @lru_cache(maxsize=1 << 16)
 def _repeats_frame(tag: str) -> bool:
-    """Whether a scalar is a statistic the frame's rows hold, too."""
+    """Whether a scalar is a statistic that the frame's rows also hold."""
     return is_of_site(tag) and tag.partition("/")[0].rpartition(".")[2] in _STATS
 
 
 class _Template:
-    """The scalars at the start of a summary: the next step most likely has the same ones in the same order.
+    """The scalars at the start of a summary. The next step most likely has the same tags in the same order.
 
-    Comparing the bytes around the numbers tells, and is fifty times faster than a look at each scalar.
+    Comparing all bytes around the values at once is fifty times faster than comparing each tag.
     """
 
     def __init__(self, scalars: list[bytes], numbers: list[int], wanted: list[int]) -> None:
@@ -50,28 +50,27 @@ class _Template:
         text = b"".join([bytes([_VALUE]) + length + value for length, value in zip(lengths, scalars, strict=True)])
         sizes = [1 + len(length) + len(value) for length, value in zip(lengths, scalars, strict=True)]
         self._ends = np.cumsum(sizes)
-        self._places = (self._ends[:, None] + np.arange(-4, 0)).ravel()
+        self._value_bytes = (self._ends[:, None] + np.arange(-4, 0)).ravel()
         self._text = np.frombuffer(text, np.uint8).copy()
-        self._text[self._places] = 0
+        self._text[self._value_bytes] = 0
         self.length = len(text)
         self.numbers = array("i", numbers)
         self.wanted = wanted
 
     def read(self, summary: bytes) -> bytes | None:
-        """The numbers, four bytes each, if the summary starts with the same scalars."""
+        """The values, four bytes each, if the summary starts with the same scalars."""
         if len(summary) < self.length:
             return None
         start = np.frombuffer(summary, np.uint8, self.length).copy()
-        numbers = start[self._places]
-        start[self._places] = 0
+        numbers = start[self._value_bytes]
+        start[self._value_bytes] = 0
         return numbers.tobytes() if np.array_equal(start, self._text) else None
 
 
 class ScalarLog:
-    """Takes the summaries of one event after the other.
+    """Collects the scalars of the summaries of one event after the other.
 
-    Nearly all values are a tag and four bytes, and nearly all tags have been seen before, so a look
-    into a table tells what a value is without parsing it.
+    Nearly all values consist of a known tag and four bytes, so that a table lookup replaces parsing.
     """
 
     def __init__(self) -> None:
@@ -84,22 +83,22 @@ class ScalarLog:
         self._raw = bytearray()
         self._steps, self._lengths = array("q"), array("q")
 
-    def take(self, step: int, summary: bytes) -> tuple[dict[str, float], list[bytes]]:
-        """Keeps the scalars; returns those that repeat no row of a frame, and the values that are no scalars."""
-        told: dict[str, float] = {}
+    def add(self, step: int, summary: bytes) -> tuple[dict[str, float], list[bytes]]:
+        """Adds the scalars; returns those that no frame row holds, and the values that are not scalars."""
+        scalars: dict[str, float] = {}
         for template in self._templates:
             raw = template.read(summary)
             if raw is not None:
                 self._keep(step, template.numbers, raw)
-                told = {self._tags[template.numbers[i]]: _number(raw[4 * i : 4 * i + 4]) for i in template.wanted}
+                scalars = {self._tags[template.numbers[i]]: _number(raw[4 * i : 4 * i + 4]) for i in template.wanted}
                 summary = summary[template.length :]
                 break
-        numbers, scalars, others = self._sorted(summary)
-        self._keep(step, array("i", numbers), b"".join([value[-4:] for value in scalars]))
+        numbers, encoded, others = self._sorted(summary)
+        self._keep(step, array("i", numbers), b"".join([value[-4:] for value in encoded]))
         wanted = [i for i, number in enumerate(numbers) if not _repeats_frame(self._tags[number])]
-        told |= {self._tags[numbers[i]]: _number(scalars[i][-4:]) for i in wanted}
-        self._remember(summary, numbers, scalars, wanted)
-        return told, others
+        scalars |= {self._tags[numbers[i]]: _number(encoded[i][-4:]) for i in wanted}
+        self._add_template(summary, numbers, encoded, wanted)
+        return scalars, others
 
     def _sorted(self, summary: bytes) -> tuple[list[int], list[bytes], list[bytes]]:
         numbers, scalars, others = [], [], []
@@ -107,7 +106,7 @@ class ScalarLog:
         for value in _without_histograms(summary):
             number = get(value[:-4], -1)
             if number < 0:
-                number, value = self._learn(value)  # noqa: PLW2901
+                number, value = self._parse(value)  # noqa: PLW2901
             if number < 0:
                 others.append(value)
             else:
@@ -121,8 +120,8 @@ class ScalarLog:
         self._steps.append(step)
         self._lengths.append(len(numbers))
 
-    def _remember(self, summary: bytes, numbers: list[int], scalars: list[bytes], wanted: list[int]) -> None:
-        """Only where it pays, and only if the scalars stand at the start and written as most are."""
+    def _add_template(self, summary: bytes, numbers: list[int], scalars: list[bytes], wanted: list[int]) -> None:
+        """Only if there are enough scalars, at the start of the summary and in the usual encoding."""
         if len(scalars) >= _WORTH_A_TEMPLATE and all(len(value) > 4 for value in scalars):
             template = _Template(scalars, numbers, wanted)
             if template.read(summary) is not None:
@@ -130,11 +129,11 @@ class ScalarLog:
 
     @property
     def entries(self) -> int:
-        """How many there are so far; a summary makes one or two."""
+        """The number of entries so far; a summary adds one or two."""
         return len(self._steps)
 
     def series(self, spans: Sequence[tuple[int, int]] | None = None) -> dict[str, Series]:
-        """Every scalar by its tag; of these spans of entries alone, if any are given."""
+        """Every scalar by its tag; if `spans` is given, of these ranges of entries only."""
         small = np.uint16 if len(self._tags) < 1 << 16 else np.int32  # NumPy sorts 16 bits in linear time
         which = np.frombuffer(self._which, np.int32).astype(small) if self._which else np.zeros(0, small)
         values = np.frombuffer(bytes(self._raw), "<f4").astype(np.float64)
@@ -156,8 +155,8 @@ class ScalarLog:
             if start < end
         }
 
-    def _learn(self, value: bytes) -> tuple[int, bytes]:
-        """The number of a scalar's tag (-1 if it is none), and the value so that its last four bytes are the scalar."""
+    def _parse(self, value: bytes) -> tuple[int, bytes]:
+        """The number of a scalar's tag (-1 for other values), and bytes that end with the four bytes of the scalar."""
         try:
             parsed = summary_pb2.Summary.Value.FromString(value)
         except DecodeError:
@@ -174,7 +173,7 @@ class ScalarLog:
         return (-1, value) if raw is None else (self._number(parsed.tag), raw)
 
     def _new_style_scalar(self, value: summary_pb2.Summary.Value) -> bytes | None:
-        """A scalar written as a tensor, as TensorFlow 2 does; only the first of a tag says that it is one."""
+        """A scalar written as a tensor, as TensorFlow 2 does; only the first value of a tag has the metadata."""
         if value.metadata.plugin_data.plugin_name == "scalars":
             self._new_style.add(value.tag)
         tensor = value.tensor
@@ -205,9 +204,9 @@ def _varint(number: int) -> bytes:
 
 
 def _without_histograms(summary: bytes) -> Iterator[bytes]:
-    """The values of a summary but for stock histograms, which are most of its bytes and repeat the frames.
+    """The values of a summary without TensorBoard's histograms: most of its bytes, and already in the frames.
 
-    Walks over lengths of one to three bytes; whatever is written otherwise is left to the real parser.
+    Parses lengths of one to three bytes; any other encoding is left to protobuf.
     """
     at, end = 0, len(summary)
     try:

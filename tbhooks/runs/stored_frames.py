@@ -1,7 +1,7 @@
-"""Frame tensors back into frames: the reading half of the TensorBoard sink.
+"""Decodes the frame tensors that the TensorBoard sink writes.
 
-What a file claims about sizes is checked against what is there before anything is allocated. Histograms
-weigh forty times the rest, so a frame keeps them compressed until somebody looks.
+Sizes that a file claims are checked against its actual content before anything is allocated. Histograms take forty
+times the space of the rest, so a frame keeps them compressed until they are read.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MUST_BE_COUNTS = (COUNT, ZEROS, NANS, INFS)
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What the first value of a tag says about all of them: the kind, and the sites in the order of the rows."""
+    """The metadata of a tag, stored with its first value: the kind, and the sites in the order of the rows."""
 
     kind: str
     sites: tuple[Site, ...]
@@ -42,17 +42,17 @@ class Layout:
 
     @classmethod
     def read(cls, metadata: summary_pb2.SummaryMetadata) -> Layout:
-        """Raises ValueError for a description that is none."""
+        """Raises ValueError for invalid metadata."""
         try:
             content = json.loads(metadata.plugin_data.content)
             if content["version"] != VERSION:
-                raise ValueError(f"format version {content['version']!r} is not one this tbhooks knows")
+                raise ValueError(f"format version {content['version']!r} is unknown to this version of tbhooks")
             kind, buckets = content["kind"], "encoding" in content
             if not buckets and tuple(content["columns"]) != STORED_COLUMNS:
-                raise ValueError("the columns are not those this tbhooks knows")
+                raise ValueError("its columns are unknown to this version of tbhooks")
             sites = tuple(Site(_name(path), _name(kind), _name(index)) for path, index in content["sites"])
         except (LookupError, TypeError, AttributeError, RecursionError) as problem:
-            raise ValueError(f"the description of its sites does not read: {problem!r}") from problem
+            raise ValueError(f"its metadata is invalid: {problem!r}") from problem
         return cls(kind, sites, buckets)
 
 
@@ -64,29 +64,29 @@ def _name(text: object) -> str:
     return text
 
 
-def is_described(value: summary_pb2.Summary.Value) -> bool:
-    """Whether a value starts a tag of frame tensors."""
+def has_layout(value: summary_pb2.Summary.Value) -> bool:
+    """Whether a value carries the layout of a frame tensor."""
     return bool(value.metadata.plugin_data.plugin_name == PLUGIN and value.metadata.plugin_data.content)
 
 
-def is_for_another_tab(value: summary_pb2.Summary.Value) -> bool:
-    """Whether a value says that it is a text, a graph or the like: these name their plugin in every value."""
+def belongs_to_other_plugin(value: summary_pb2.Summary.Value) -> bool:
+    """Whether a value is a text, a graph or the like: those name their plugin in every value."""
     return value.metadata.plugin_data.plugin_name not in ("", PLUGIN)
 
 
 def rows_of(value: summary_pb2.Summary.Value, layout: Layout) -> Floats:
-    """The rows of every site of the layout; raises ValueError if the tensor is not of that shape."""
+    """The rows of all sites of the layout; raises ValueError if the tensor has another shape."""
     tensor = value.tensor
     shape, wanted = tuple(d.size for d in tensor.tensor_shape.dim), (len(layout.sites), len(STORED_COLUMNS))
     content = tensor.tensor_content
     if tensor.dtype != types_pb2.DT_FLOAT or shape != wanted or len(content) != 4 * shape[0] * shape[1]:
-        raise ValueError(f"a tensor of shape {list(shape)} and {len(content)} bytes where {list(wanted)} was announced")
+        raise ValueError(f"a tensor of shape {list(shape)} and {len(content)} bytes, expected {list(wanted)}")
     with np.errstate(all="ignore"):
         return decode_values(np.frombuffer(content, "<f4").reshape(wanted))
 
 
-def seen_in(rows: Floats) -> NDArray[np.intp]:
-    """Which sites a step has numbers of; a count that is none is nothing anybody wrote."""
+def recorded_sites(rows: Floats) -> NDArray[np.intp]:
+    """The indices of the sites that a step has values of; rows with an invalid count are left out."""
     counts = rows[:, _MUST_BE_COUNTS]
     plausible = (np.isfinite(counts) & (counts >= 0)).all(axis=1)
     return np.flatnonzero(plausible & (rows[:, COUNT] > 0))
@@ -94,17 +94,17 @@ def seen_in(rows: Floats) -> NDArray[np.intp]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedCounts:
-    """The bucket counts of one kind in one step, compressed, with how many sites they claim to be of."""
+    """The compressed bucket counts of one kind in one step, and the number of sites they claim to have."""
 
     content: bytes
     sites: int
 
     @classmethod
     def of(cls, value: summary_pb2.Summary.Value, layout: Layout) -> PackedCounts:
-        """Raises ValueError unless the content starts like what was announced."""
+        """Raises ValueError unless the content starts with the expected header."""
         strings = value.tensor.string_val
         if value.tensor.dtype != types_pb2.DT_STRING or len(strings) != 1:
-            raise ValueError("no histograms where histograms were announced")
+            raise ValueError("not the expected histograms")
         packed = cls(strings[0], len(layout.sites))
         packed.unpack(only_header=True)
         return packed
@@ -114,42 +114,42 @@ class PackedCounts:
         return self.sites * BUCKETS * 8
 
     def unpack(self, *, only_header: bool = False) -> Counts:
-        """Never more bytes than the sites need, whatever the content would expand to."""
+        """The counts, `[site, bucket]`. Never allocates more than the sites need."""
         expander = zlib.decompressobj()
         try:
             raw = expander.decompress(
                 self.content, _LONGEST_HEADER if only_header else _LONGEST_HEADER + self.unpacked_size
             )
         except zlib.error as problem:
-            raise ValueError(f"histograms that do not decompress: {problem}") from problem
+            raise ValueError(f"histograms that cannot be decompressed: {problem}") from problem
         dtype, start = self._header(raw)
         size = self.sites * BUCKETS
         if only_header:
             return np.zeros((0, BUCKETS), dtype=np.int64)
         if len(raw) != start + size * dtype.itemsize or not expander.eof:
-            raise ValueError("histograms of another size than announced")
+            raise ValueError("histograms of another size than expected")
         counts: Counts = np.frombuffer(raw, dtype, size, start).reshape(self.sites, BUCKETS).astype(np.int64)
         if dtype.itemsize == 8 and counts.min(initial=0) < 0:
-            raise ValueError("histograms of more than there can be")
+            raise ValueError("histograms with impossible counts")
         return counts
 
     def _header(self, raw: bytes) -> tuple[np.dtype[Any], int]:
-        """The type of the numbers and where they start; NumPy's own reader evaluates what it finds there."""
+        """The dtype of the counts and their offset. NumPy's own reader would evaluate the header."""
         match = _NPY_HEADER.match(raw)
         if match is None:
-            raise ValueError("histograms that are no array of counts")
+            raise ValueError("histograms that are not an array of counts")
         shape = int(match["rows"]), int(match["columns"])
         if shape != (self.sites, BUCKETS):
-            raise ValueError(f"histograms of shape {shape} where {(self.sites, BUCKETS)} was announced")
+            raise ValueError(f"histograms of shape {shape}, expected {(self.sites, BUCKETS)}")
         return np.dtype(match["type"].decode()), match.end()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LazyCounts:
-    """The bucket counts of a frame: for each kind the packed counts, and which of their rows the frame has."""
+    """The bucket counts of a frame: for each kind the packed counts and the indices of the rows the frame has."""
 
     parts: tuple[tuple[PackedCounts | None, NDArray[np.intp]], ...]
-    tell: Callable[[str], None]
+    report: Callable[[str], None]
 
 
 @lru_cache(maxsize=2)
@@ -162,14 +162,14 @@ def _unpacked(lazy: LazyCounts) -> Counts:
             try:
                 counts[at : at + len(rows)] = packed.unpack()[rows]
             except ValueError as problem:
-                lazy.tell(str(problem))
+                lazy.report(str(problem))
         at += len(rows)
     counts.flags.writeable = False
     return counts
 
 
 class StoredFrame(Frame):
-    """A frame whose histograms are unpacked when they are looked at."""
+    """A frame whose histograms are decompressed when they are read."""
 
     @property
     def buckets(self) -> Counts:
@@ -182,10 +182,10 @@ class StoredFrame(Frame):
 
     @property
     def has_histograms(self) -> bool:
-        """Whether there are any, without unpacking them."""
+        """Whether there are histograms, without decompressing them."""
         stored = self.__dict__["buckets"]
         return isinstance(stored, LazyCounts) or bool(stored.shape[1])
 
     def keep(self, counts: LazyCounts) -> None:
-        """Takes the place of no histograms at all."""
+        """Sets the histograms of a frame that was made without."""
         self.__dict__["buckets"] = counts

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import tbhooks
-from tests.browser.conftest import Pages, wait_for
+from tests.support.browser_tab import Pages
+from tests.support.processes import wait_for
+from tests.support.tensorboard_server import Server
 
 # Boxes are inside several shadow roots.
 NAMES = """() => {
@@ -126,22 +125,16 @@ def write(directory: Path, name: str) -> None:
 def opened(browser: Any, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
     """The GRAPHS tab over one model; a page that complains fails the test."""
     write(tmp_path / "run", request.param)
-    log = tmp_path / "log"
-    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(tmp_path / "run"), "--host", "127.0.0.1"]
-    with log.open("w") as told:
-        process = subprocess.Popen([*command, "--port", "0"], stdout=told, stderr=told, stdin=subprocess.DEVNULL)
-    try:
-        address = wait_for(lambda: re.search(r"http://127\.0\.0\.1:\d+", log.read_text()), "TensorBoard")[0]
-        pages = Pages(browser, address)
-        page = pages.open("/?darkMode=false#graphs", viewport={"width": 1300, "height": 900})
-        wait_for(lambda: "output" in page.evaluate(NAMES), "the graph")
-        yield page
-        assert not pages.said
-    finally:
-        process.kill()
-        process.wait(10)
-        for context in browser.contexts:
-            context.close()
+    with Server(tmp_path / "run", tmp_path / "log") as server:
+        pages = Pages(browser, server.address)
+        try:
+            page = pages.open("/?darkMode=false#graphs", viewport={"width": 1300, "height": 900})
+            wait_for(lambda: "output" in page.evaluate(NAMES), "the graph")
+            yield page
+            assert not pages.errors
+        finally:
+            for context in browser.contexts:
+                context.close()
 
 
 def expand(page: Any, *names: str) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.browser.conftest import wait_for
 from tests.support.jupyter_lab import DARK, LIGHT, Lab, Notebook, open_notebook, serving
+from tests.support.processes import wait_for
 
 QUICKSTART = Path(__file__).parents[2] / "notebooks" / "quickstart.ipynb"
 LIVE = ".tbhooks-live"

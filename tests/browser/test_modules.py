@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.browser.conftest import Board, Pages
+from tests.support.browser_tab import Board, Pages
 
 STATIC = "/data/plugin/tbhooks/"
 

@@ -9,8 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.browser.conftest import BAD_SINCE, HOSTILE, MODULES, Pages, level, wait_for
-from tests.support.tab import FIRST, alone, in_tensorboard, parameters, shown
+from tests.support.browser_tab import (
+    BAD_SINCE,
+    FIRST,
+    HOSTILE,
+    MODULES,
+    Pages,
+    alone,
+    in_tensorboard,
+    level,
+    parameters,
+    shown,
+)
+from tests.support.processes import wait_for
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 expect = sync_api.expect

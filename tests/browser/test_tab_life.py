@@ -10,8 +10,22 @@ from typing import Any
 
 import pytest
 
-from tests.browser.conftest import MODULES, STEPS, Board, Pages, level
-from tests.support.tab import ALONE, FIRST, ROWS, Tab, alone, frame_of_tab, in_tensorboard, parameters, shown
+from tests.support.browser_tab import (
+    ALONE,
+    FIRST,
+    MODULES,
+    ROWS,
+    STEPS,
+    Board,
+    Pages,
+    Tab,
+    alone,
+    frame_of_tab,
+    in_tensorboard,
+    level,
+    parameters,
+    shown,
+)
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 expect = sync_api.expect

@@ -19,8 +19,7 @@ from tbhooks.data import stats
 from tbhooks.data.frame import KINDS, Site
 from tbhooks.reduction import histogram, triton
 from tests.support import reference
-from tests.unit.data.test_stats import assert_same_stats
-from tests.unit.reduction.test_torch_rows import DISTRIBUTIONS, SITE, reduced, tensor_of
+from tests.support.tensors import DISTRIBUTIONS, SITE, assert_same_stats, reduced, tensor_of
 
 pytestmark = [
     pytest.mark.cuda,

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import tbhooks
 from tests.support import float64_recorder, zoo
 from tests.support.compiling import Block, reset
+from tests.support.float64_recorder import Float64Recorder
 from tests.support.loops import steps_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
@@ -29,7 +30,7 @@ def train_distributed(order: str, is_watched: bool, rank: int) -> tuple[Any, Any
     wrapped = DistributedDataParallel(compiled)
     called = torch.compile(wrapped, backend="aot_eager") if order == "compiled DDP" else wrapped
     seeing: Any = (
-        tbhooks.watch(wrapped, every=2) if is_watched else float64_recorder.Twin(model) if order == "eager" else None
+        tbhooks.watch(wrapped, every=2) if is_watched else Float64Recorder(model) if order == "eager" else None
     )
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
     torch.manual_seed(1 + rank)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +13,16 @@ import torch
 from tbhooks.data.artifacts import Channels
 from tbhooks.data.step_table import RANKS
 from tests.support import float64_recorder, jobs
-from tests.support.process_pool import Fleet
+from tests.support.float64_recorder import Float64Recorder
+from tests.support.process_pool import ProcessPool
 
 pytestmark = pytest.mark.xdist_group("ranks")
-
-
-@pytest.fixture(scope="module")
-def fleet() -> Iterator[Fleet]:
-    with contextlib.closing(Fleet()) as fleet:
-        yield fleet
 
 
 def alone(batches: int, parts: int = 1) -> list[float64_recorder.Step]:
     """The steps of one process that has the batches of all ranks, and their mean gradient."""
     model = jobs.make_model()
-    seen = float64_recorder.Twin(model)
+    seen = Float64Recorder(model)
     for module in model.modules():
         module.register_forward_pre_hook(_keeps_input(seen, module, model))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -46,7 +39,7 @@ def alone(batches: int, parts: int = 1) -> list[float64_recorder.Step]:
     return seen.steps
 
 
-def _keeps_input(seen: float64_recorder.Twin, module: Any, model: Any) -> Any:
+def _keeps_input(seen: Float64Recorder, module: Any, model: Any) -> Any:
     path = next(path or "(root)" for path, one in model.named_modules() if one is module)
     return lambda _module, args: seen._keep((path, "input"), args[0])
 
@@ -64,9 +57,9 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(("wrap", "world", "first", "parts"), LAYOUTS)
 def test_merged_numbers_are_those_of_one_process_with_all_batches_and_training_is_untouched(
-    fleet: Fleet, tmp_path: Path, wrap: str, world: int, first: bool, parts: int
+    pool: ProcessPool, tmp_path: Path, wrap: str, world: int, first: bool, parts: int
 ) -> None:
-    ranks = fleet.values(jobs.both, world, tmp_path, wrap, first, parts)
+    ranks = pool.values(jobs.both, world, tmp_path, wrap, first, parts)
     expected = alone(jobs.batch_of(world - 1, wrap, world) + 1, parts)
     for plain, saw in ranks:
         assert saw.weights == plain.weights
@@ -98,9 +91,9 @@ def test_merged_numbers_are_those_of_one_process_with_all_batches_and_training_i
     ],
 )
 def test_of_a_model_in_pieces_the_first_rank_shows_what_it_holds(
-    wrap: str, up: int, tmp_path: Path, fleet: Fleet
+    wrap: str, up: int, tmp_path: Path, pool: ProcessPool
 ) -> None:
-    ranks = fleet.values(jobs.looked_on, 2, tmp_path, wrap)
+    ranks = pool.values(jobs.looked_on, 2, tmp_path, wrap)
     for rank, (shown, errors, messages, weights) in enumerate(ranks):
         assert not errors, messages
         assert weights == ranks[0][3]
@@ -116,8 +109,8 @@ def test_of_a_model_in_pieces_the_first_rank_shows_what_it_holds(
                 assert counted["activation"]["down"] == 7
 
 
-def test_merged_ranks_share_running_means_of_logged_steps_and_stay_in_step(fleet: Fleet, tmp_path: Path) -> None:
-    first, second = fleet.values(jobs.log_means, 2, tmp_path / "ranks")
+def test_merged_ranks_share_running_means_of_logged_steps_and_stay_in_step(pool: ProcessPool, tmp_path: Path) -> None:
+    first, second = pool.values(jobs.log_means, 2, tmp_path / "ranks")
     # Steps 0, 4 and 8 are logged: means over both ranks. The others are the first's own.
     assert first[0][0] == {0: 5.0, 2: 1.5, 4: 8.5, 6: 5.5, 8: 12.5}
     # Ranks do not wait for what is logged after a step: it is of the next mean, but for the first.

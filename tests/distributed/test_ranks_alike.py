@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +13,10 @@ from torch import nn
 
 import tbhooks
 from tests.support import float64_recorder, jobs
-from tests.support.process_pool import Fleet
+from tests.support.float64_recorder import Float64Recorder
+from tests.support.process_pool import ProcessPool
 
 pytestmark = pytest.mark.xdist_group("ranks")
-
-
-@pytest.fixture(scope="module")
-def fleet() -> Iterator[Fleet]:
-    with contextlib.closing(Fleet()) as fleet:
-        yield fleet
 
 
 @pytest.mark.parametrize(
@@ -39,15 +32,15 @@ def fleet() -> Iterator[Fleet]:
     ],
 )
 def test_ranks_that_disagree_all_get_the_same_error_that_names_the_difference(
-    fleet: Fleet, tmp_path: Path, options: list[dict[str, Any]], change: str, expected: str
+    pool: ProcessPool, tmp_path: Path, options: list[dict[str, Any]], change: str, expected: str
 ) -> None:
-    said = fleet.values(jobs.disagree, 2, tmp_path, options, change)
+    said = pool.values(jobs.disagree, 2, tmp_path, options, change)
     assert all(expected in each for each in said), said
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_a_rank_that_never_calls_watch_is_named_and_nobody_hangs(fleet: Fleet, tmp_path: Path, who: int) -> None:
-    said = fleet.values(jobs.absent, 2, tmp_path, who, patience_s=1.5)
+def test_a_rank_that_never_calls_watch_is_named_and_nobody_hangs(pool: ProcessPool, tmp_path: Path, who: int) -> None:
+    said = pool.values(jobs.absent, 2, tmp_path, who, patience_s=1.5)
     assert f"rank {who} did not call watch() within" in said[1 - who]
 
 
@@ -72,8 +65,8 @@ def test_a_single_process_merges_with_nobody() -> None:
 
 
 @pytest.mark.parametrize("how", ["killed", "raises", "exits", "is late", "labels otherwise"])
-def test_a_rank_that_is_lost_ends_the_merging_and_not_the_training(fleet: Fleet, tmp_path: Path, how: str) -> None:
-    first, second = fleet.run(jobs.ends, 2, tmp_path, how, limit_s=45, patience_s=3)
+def test_a_rank_that_is_lost_ends_the_merging_and_not_the_training(pool: ProcessPool, tmp_path: Path, how: str) -> None:
+    first, second = pool.run(jobs.ends, 2, tmp_path, how, limit_s=45, patience_s=3)
     assert first.status == 0, first.output[-2000:]
     steps, messages, merged, slowest, seconds = first.value
     assert merged[:2] == [2.0, 2.0]
@@ -87,8 +80,8 @@ def test_a_rank_that_is_lost_ends_the_merging_and_not_the_training(fleet: Fleet,
     assert second.status == {"killed": -9, "raises": 1}.get(how, 0), second.output[-2000:]
 
 
-def test_close_writes_what_the_first_rank_saw_when_another_does_not_come(fleet: Fleet, tmp_path: Path) -> None:
-    first, _ = fleet.run(jobs.hung_at_close, 2, tmp_path, limit_s=60)
+def test_close_writes_what_the_first_rank_saw_when_another_does_not_come(pool: ProcessPool, tmp_path: Path) -> None:
+    first, _ = pool.run(jobs.hung_at_close, 2, tmp_path, limit_s=60)
     assert first.status == 0, first.output[-2000:]
     steps, ranks, dropped, messages = first.value
     assert steps == list(range(28))
@@ -98,9 +91,9 @@ def test_close_writes_what_the_first_rank_saw_when_another_does_not_come(fleet: 
     assert [message for message in messages if "another rank had not come when the watch was closed" in message]
 
 
-def test_a_job_that_breaks_ends_by_itself_and_keeps_what_was_logged(fleet: Fleet, tmp_path: Path) -> None:
+def test_a_job_that_breaks_ends_by_itself_and_keeps_what_was_logged(pool: ProcessPool, tmp_path: Path) -> None:
     started = time.monotonic()
-    ranks = fleet.run(jobs.distributed_failure, 2, tmp_path, limit_s=45, patience_s=5)
+    ranks = pool.run(jobs.distributed_failure, 2, tmp_path, limit_s=45, patience_s=5)
     assert [rank.status for rank in ranks] == [1, 1]
     assert time.monotonic() - started < 40
     assert "out of luck" in ranks[1].output
@@ -115,37 +108,37 @@ def tbhooks_steps(directory: Path) -> list[int]:
 
 
 def test_a_rank_that_waits_for_another_dies_of_sigterm_at_once_with_everything_on_disk(
-    fleet: Fleet, tmp_path: Path
+    pool: ProcessPool, tmp_path: Path
 ) -> None:
-    first, second = fleet.run(jobs.terminated, 2, tmp_path, limit_s=40)
+    first, second = pool.run(jobs.terminated, 2, tmp_path, limit_s=40)
     assert (first.status, second.status) == (-15, 0), first.output[-2000:]
     assert tbhooks_steps(tmp_path / "run") == [0, 1, 2]
 
 
-def test_a_rank_that_reads_nothing_counts_for_nothing(fleet: Fleet, tmp_path: Path) -> None:
-    for counts, steps, messages, _ in fleet.values(jobs.paused, 2, tmp_path):
+def test_a_rank_that_reads_nothing_counts_for_nothing(pool: ProcessPool, tmp_path: Path) -> None:
+    for counts, steps, messages, _ in pool.values(jobs.paused, 2, tmp_path):
         assert counts == [2 * 4 * 16, 4 * 16, 2 * 4 * 16]
         assert steps == jobs.LOGGED
         assert not messages
 
 
-def test_a_module_that_one_rank_does_not_run_is_merged_as_nothing_there(fleet: Fleet, tmp_path: Path) -> None:
-    for counts, steps, messages, _ in fleet.values(jobs.sometimes, 2, tmp_path):
+def test_a_module_that_one_rank_does_not_run_is_merged_as_nothing_there(pool: ProcessPool, tmp_path: Path) -> None:
+    for counts, steps, messages, _ in pool.values(jobs.sometimes, 2, tmp_path):
         assert counts == [(2 * 4 * 3, 4 * 3)] * 2
         assert steps == [0, 1]
         assert not any("no longer" in message for message in messages)
 
 
-def test_gradients_that_were_not_averaged_are_told_from_those_that_were(fleet: Fleet, tmp_path: Path) -> None:
+def test_gradients_that_were_not_averaged_are_told_from_those_that_were(pool: ProcessPool, tmp_path: Path) -> None:
     (_, messages, _), (_, others, _) = (
-        (found, said, spread) for found, spread, said in fleet.values(jobs.differing, 2, tmp_path, 1.0)
+        (found, said, spread) for found, spread, said in pool.values(jobs.differing, 2, tmp_path, 1.0)
     )
     assert any("the weight_gradients of" in message and "differ between ranks" in message for message in messages)
     assert not others, "the first rank alone speaks"
 
 
-def test_a_sick_rank_is_found_and_named(fleet: Fleet, tmp_path: Path) -> None:
-    found, spread, _ = fleet.values(jobs.differing, 4, tmp_path, 1000.0)[0]
+def test_a_sick_rank_is_found_and_named(pool: ProcessPool, tmp_path: Path) -> None:
+    found, spread, _ = pool.values(jobs.differing, 4, tmp_path, 1000.0)[0]
     (sick,) = [each for each in found if each[0] == "sick_rank"]
     assert sick[1] == "warning"
     assert sick[2].startswith("rank 1: ")
@@ -155,23 +148,25 @@ def test_a_sick_rank_is_found_and_named(fleet: Fleet, tmp_path: Path) -> None:
     assert spread.min <= spread.median <= spread.max
 
 
-def test_a_rank_that_alone_has_nan_is_named_at_once(fleet: Fleet, tmp_path: Path) -> None:
-    found, _, _ = fleet.values(jobs.differing, 2, tmp_path, float("nan"))[0]
+def test_a_rank_that_alone_has_nan_is_named_at_once(pool: ProcessPool, tmp_path: Path) -> None:
+    found, _, _ = pool.values(jobs.differing, 2, tmp_path, float("nan"))[0]
     sick = [each for each in found if each[0] == "sick_rank"]
     assert [(each[1], each[3]["rank"]) for each in sick] == [("error", 1)]
     assert "rank 1: 64 values in the activation of up are not finite, and all are on another rank" in sick[0][2]
 
 
-def test_logged_numbers_are_means_over_the_ranks_that_logged_them(fleet: Fleet, tmp_path: Path) -> None:
-    for scalars, steps, messages, _ in fleet.values(jobs.logging, 2, tmp_path):
+def test_logged_numbers_are_means_over_the_ranks_that_logged_them(pool: ProcessPool, tmp_path: Path) -> None:
+    for scalars, steps, messages, _ in pool.values(jobs.logging, 2, tmp_path):
         assert steps == [0, 1, 2, 3], messages
         assert [each["train/loss"] for each in scalars] == [10 * step + 0.5 for step in range(4)]
         assert [each["train/mine"] for each in scalars] == [7.0] * 4
         assert [each["train/late"] for each in scalars[:3]] == [50.0 + step for step in range(3)]
 
 
-def test_evaluations_are_those_of_the_first_rank_however_often_others_evaluate(fleet: Fleet, tmp_path: Path) -> None:
-    (steps, ranks, messages, files), (_, theirs, others, none) = fleet.values(jobs.evaluating, 2, tmp_path)
+def test_evaluations_are_those_of_the_first_rank_however_often_others_evaluate(
+    pool: ProcessPool, tmp_path: Path
+) -> None:
+    (steps, ranks, messages, files), (_, theirs, others, none) = pool.values(jobs.evaluating, 2, tmp_path)
     assert steps == [0, 0, 1, 1, 2, 2], messages
     assert ranks == [2.0, 1.0] * 3
     assert theirs == [2.0] * 3
@@ -180,55 +175,55 @@ def test_evaluations_are_those_of_the_first_rank_however_often_others_evaluate(f
     assert not any("no longer" in message for message in (*messages, *others))
 
 
-def test_a_label_given_after_the_first_step_and_a_late_number_reach_it(fleet: Fleet, tmp_path: Path) -> None:
-    for frames, messages in fleet.values(jobs.profiler_label, 2, tmp_path):
+def test_a_label_given_after_the_first_step_and_a_late_number_reach_it(pool: ProcessPool, tmp_path: Path) -> None:
+    for frames, messages in pool.values(jobs.profiler_label, 2, tmp_path):
         assert frames == [(5000, 0.5), (5001, 0.5), (5002, 0.5)], messages
 
 
-def test_a_closed_watch_leaves_no_thread_and_no_connection(fleet: Fleet, tmp_path: Path) -> None:
-    for counts in fleet.values(jobs.again_and_again, 2, tmp_path):
+def test_a_closed_watch_leaves_no_thread_and_no_connection(pool: ProcessPool, tmp_path: Path) -> None:
+    for counts in pool.values(jobs.again_and_again, 2, tmp_path):
         assert counts[-1] == counts[1], counts
 
 
-def test_a_rank_that_reads_keeps_nobody_from_training(fleet: Fleet, tmp_path: Path) -> None:
-    for seconds, losses, messages in fleet.values(jobs.reading, 2, tmp_path):
+def test_a_rank_that_reads_keeps_nobody_from_training(pool: ProcessPool, tmp_path: Path) -> None:
+    for seconds, losses, messages in pool.values(jobs.reading, 2, tmp_path):
         assert sum(seconds) < 12, seconds
         assert losses == [0.5] * 5, messages
 
 
-def test_weights_of_which_a_piece_is_missing_are_not_shown_as_whole(fleet: Fleet, tmp_path: Path) -> None:
-    kinds, scalars, messages = fleet.values(jobs.torn, 2, tmp_path)[0]
+def test_weights_of_which_a_piece_is_missing_are_not_shown_as_whole(pool: ProcessPool, tmp_path: Path) -> None:
+    kinds, scalars, messages = pool.values(jobs.torn, 2, tmp_path)[0]
     assert kinds == [{"activation", "gradient"}] * 2
     assert not any("train.grad_norm" in each or "train.grad_norm_raw" in each for each in scalars)
     assert any("pieces of weights are missing" in message for message in messages)
 
 
-def test_one_rank_does_not_run_again_what_needs_the_others(fleet: Fleet, tmp_path: Path) -> None:
-    said, _ = fleet.values(jobs.replaying, 2, tmp_path)
+def test_one_rank_does_not_run_again_what_needs_the_others(pool: ProcessPool, tmp_path: Path) -> None:
+    said, _ = pool.values(jobs.replaying, 2, tmp_path)
     assert len(said) == 1
     assert "it could not be run again" in said[0]
 
 
-def test_the_older_fsdp_shows_pieces_alone_and_whole_weights_when_merged(fleet: Fleet, tmp_path: Path) -> None:
-    counts, sizes, scalars, _ = fleet.values(jobs.older_fsdp, 2, tmp_path / "local", "local")[0]
+def test_the_older_fsdp_shows_pieces_alone_and_whole_weights_when_merged(pool: ProcessPool, tmp_path: Path) -> None:
+    counts, sizes, scalars, _ = pool.values(jobs.older_fsdp, 2, tmp_path / "local", "local")[0]
     assert sum(counts.values()) < sum(sizes.values())
     assert not any("train.grad_norm" in each for each in scalars)
-    counts, sizes, scalars, messages = fleet.values(jobs.older_fsdp, 2, tmp_path / "merge", "merge")[0]
+    counts, sizes, scalars, messages = pool.values(jobs.older_fsdp, 2, tmp_path / "merge", "merge")[0]
     assert counts == sizes
     assert all("train.grad_norm" in each for each in scalars)
     assert not any("drifted" in message for message in messages)
 
 
 @pytest.mark.parametrize("ranks", ["local", "merge"])
-def test_a_process_group_that_is_made_after_the_watch_is_noticed(fleet: Fleet, tmp_path: Path, ranks: str) -> None:
-    (first, messages), (second, _) = fleet.values(jobs.grouped_late, 2, tmp_path, ranks)
+def test_a_process_group_that_is_made_after_the_watch_is_noticed(pool: ProcessPool, tmp_path: Path, ranks: str) -> None:
+    (first, messages), (second, _) = pool.values(jobs.grouped_late, 2, tmp_path, ranks)
     assert first == [0, 1, 2]
     assert second == []
     assert any("call init_process_group() before watch()" in said for said in messages) == (ranks == "merge")
 
 
-def test_a_step_that_one_rank_drops_is_merged_without_it(fleet: Fleet, tmp_path: Path) -> None:
-    (counts, _, steps, messages, ranks), (_, dropped, *_) = fleet.values(jobs.dropping, 2, tmp_path)
+def test_a_step_that_one_rank_drops_is_merged_without_it(pool: ProcessPool, tmp_path: Path) -> None:
+    (counts, _, steps, messages, ranks), (_, dropped, *_) = pool.values(jobs.dropping, 2, tmp_path)
     assert counts == [4 * 16] * 3
     assert steps == jobs.LOGGED
     assert ranks == [1.0] * 3
@@ -236,16 +231,16 @@ def test_a_step_that_one_rank_drops_is_merged_without_it(fleet: Fleet, tmp_path:
     assert not any("no longer" in message for message in messages)
 
 
-def test_with_very_many_ranks_only_the_first_gets_the_numbers(fleet: Fleet, tmp_path: Path) -> None:
-    (counts, steps, messages, _), (others, _, theirs, _) = fleet.values(jobs.only_the_first_reads, 2, tmp_path)
+def test_with_very_many_ranks_only_the_first_gets_the_numbers(pool: ProcessPool, tmp_path: Path) -> None:
+    (counts, steps, messages, _), (others, _, theirs, _) = pool.values(jobs.only_the_first_reads, 2, tmp_path)
     assert counts == [2 * 4 * 16] * 3
     assert steps == jobs.LOGGED
     assert others == []
     assert not any("no longer" in message for message in (*messages, *theirs))
 
 
-def test_nothing_is_lost_when_the_process_group_is_destroyed_first(fleet: Fleet, tmp_path: Path) -> None:
-    for was_wrapped, is_restored, steps, messages, ranks in fleet.values(jobs.ends_with_the_group, 2, tmp_path):
+def test_nothing_is_lost_when_the_process_group_is_destroyed_first(pool: ProcessPool, tmp_path: Path) -> None:
+    for was_wrapped, is_restored, steps, messages, ranks in pool.values(jobs.ends_with_the_group, 2, tmp_path):
         assert was_wrapped
         assert is_restored
         assert steps == [0, 2]
@@ -255,11 +250,9 @@ def test_nothing_is_lost_when_the_process_group_is_destroyed_first(fleet: Fleet,
 
 @pytest.mark.parametrize(("wrap", "first"), [("ddp", True), ("ddp", False), ("fsdp", True), ("fsdp", False)])
 def test_by_default_the_first_rank_shows_its_own_part_and_the_others_do_nothing(
-    fleet: Fleet, tmp_path: Path, wrap: str, first: bool
+    pool: ProcessPool, tmp_path: Path, wrap: str, first: bool
 ) -> None:
-    (frames, mine, _, files, stats), (none, _, hooks, nothing, idle) = fleet.values(
-        jobs.local, 2, tmp_path, wrap, first
-    )
+    (frames, mine, _, files, stats), (none, _, hooks, nothing, idle) = pool.values(jobs.local, 2, tmp_path, wrap, first)
     assert [frame.step for frame in frames] == [0, 1]
     assert stats.errors == 0, stats.messages
     assert len(files) == 1
@@ -271,8 +264,8 @@ def test_by_default_the_first_rank_shows_its_own_part_and_the_others_do_nothing(
     assert (none, hooks, nothing, idle.logged, idle.hooks_fired) == ([], 0, [], 0, 0)
 
 
-def test_mixed_precision_shows_what_was_computed(fleet: Fleet, tmp_path: Path) -> None:
-    ranks = fleet.values(jobs.mixed, 2, tmp_path)
+def test_mixed_precision_shows_what_was_computed(pool: ProcessPool, tmp_path: Path) -> None:
+    ranks = pool.values(jobs.mixed, 2, tmp_path)
     (frame,) = ranks[0][1]
     parts = [each[0] for each in ranks]
     expected = {key: np.concatenate([array for part in parts for array in part[key]]) for key in parts[0]}
@@ -281,9 +274,9 @@ def test_mixed_precision_shows_what_was_computed(fleet: Fleet, tmp_path: Path) -
 
 @pytest.mark.parametrize("watched", ["part", "whole"])
 def test_the_stages_of_a_pipeline_make_one_frame_under_the_names_of_the_whole_model(
-    fleet: Fleet, tmp_path: Path, watched: str
+    pool: ProcessPool, tmp_path: Path, watched: str
 ) -> None:
-    ranks = fleet.values(jobs.pipeline, 2, tmp_path, watched)
+    ranks = pool.values(jobs.pipeline, 2, tmp_path, watched)
     frames, messages = ranks[0]
     assert [frame.step for frame in frames] == [0, 1], messages
     reference = alone_in_micro_batches()
@@ -300,7 +293,7 @@ def test_the_stages_of_a_pipeline_make_one_frame_under_the_names_of_the_whole_mo
 def alone_in_micro_batches() -> list[float64_recorder.Step]:
     """GPipe sums the losses of its micro-batches, and divides gradients by their number."""
     model = jobs.make_model()
-    seen = float64_recorder.Twin(model)
+    seen = Float64Recorder(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(2):
         for part in (jobs.batch(step, 0), jobs.batch(step, 1)):

@@ -14,6 +14,7 @@ from torch.optim import LBFGS, SGD, AdamW, Optimizer
 
 import tbhooks
 from tests.support import float64_recorder, reference, zoo
+from tests.support.float64_recorder import Float64Recorder
 
 NAN, INF = float("nan"), float("inf")
 USED, RAW = "train.grad_norm", "train.grad_norm_raw"
@@ -24,8 +25,8 @@ def norm_of(parameters: Iterable[Tensor]) -> float:
     return float(np.linalg.norm(np.concatenate(grads))) if grads else NAN
 
 
-class Ledger(float64_recorder.Twin):
-    """The float64 twin, with the norms of all gradients before and after whatever happened to them."""
+class Ledger(Float64Recorder):
+    """The float64 recorder, with the norms of all gradients before and after whatever happened to them."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -13,18 +13,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import tbhooks
-from tests.support import float64_recorder, reference, zoo
+from tests.support import compiling, float64_recorder, reference, zoo
 from tests.support.compiling import Blocks, Graphs, breaks, compiled_case, no_compilation, reset, watched
+from tests.support.float64_recorder import Float64Recorder
 from tests.support.loops import steps_of
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
-
-
-@pytest.fixture(autouse=True)
-def _nothing_compiled() -> Iterator[None]:
-    reset()
-    yield
-    reset()
+pytestmark = compiling.ISOLATED
 
 
 # --- Ways to compile ------------------------------------------------------------------------------
@@ -125,7 +119,7 @@ def unwatched(name: str) -> tuple[Run, Any, dict[str, int]]:
 @cache
 def eager_steps() -> list[float64_recorder.Step]:
     eager = Run(Way(lambda model, optimizer, _: uncompiled_step(model, optimizer)), every=None)
-    recording = float64_recorder.Twin(eager.model)
+    recording = Float64Recorder(eager.model)
     eager.train(4)
     recording.close()
     return recording.steps
@@ -220,7 +214,7 @@ def assert_near(
     seen_besides: set[tuple[str, str]] | frozenset[Any] = frozenset(),
     tolerance: float = 1e-4,
 ) -> None:
-    """What `twin.assert_frame_equals` asserts, of a model that computes the same but not the same bits."""
+    """What `float64_recorder.assert_frame_equals` asserts, of a model that computes the same but not the same bits."""
     assert {(site.name, site.kind) for site in frame.sites} == set(step) | seen_besides
     for (name, kind), array in step.items():
         reading, expected = frame[name, kind], reference.stats(array)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,18 +9,11 @@ import torch
 from torch import Tensor, nn
 
 import tbhooks
-from tests.support import zoo
-from tests.support.compiling import Scenario, Trial, assert_same, reset
+from tests.support import compiling, zoo
+from tests.support.compiling import Scenario, Trial, assert_same
 from tests.support.loops import steps_of
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
-
-
-@pytest.fixture(autouse=True)
-def _nothing_compiled() -> Iterator[None]:
-    reset()
-    yield
-    reset()
+pytestmark = compiling.ISOLATED
 
 
 def plain(trial: Trial, steps: int = 5, every: int = 2, fullgraph: bool = True, **options: Any) -> None:

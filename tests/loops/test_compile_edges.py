@@ -8,7 +8,6 @@ import io
 import itertools
 import logging
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,18 +16,11 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import tbhooks
-from tests.support import float64_recorder, zoo
+from tests.support import compiling, float64_recorder, zoo
 from tests.support.compiling import BLOCKS, Blocks, Graphs, Trial, breaks, compiled_case, no_compilation, reset, watched
 from tests.support.loops import mlp, sgd, steps_of
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
-
-
-@pytest.fixture(autouse=True)
-def _nothing_compiled() -> Iterator[None]:
-    reset()
-    yield
-    reset()
+pytestmark = compiling.ISOLATED
 
 
 # --- Without one graph ----------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Odd modules, odd tensors and modes around training: profilers, anomaly mode, parametrizations, quantisation.
 
-A run is compared with the same run unwatched, bit for bit, and its frames with everything a float64 twin kept.
+A run is compared with the same run unwatched, bit for bit, and its frames with everything a float64 recorder kept.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import tbhooks
 from tbhooks.capture.recorder import Recorder
 from tests.support import float64_recorder, zoo
+from tests.support.float64_recorder import Float64Recorder
 from tests.support.loops import mlp, sgd, steps_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
@@ -41,7 +42,7 @@ Around = Callable[[], contextlib.AbstractContextManager[Any]]
 VECTORS, IMAGES = zoo.ZOO["mlp"], zoo.ZOO["cnn"]
 
 
-class PartlyBlind(float64_recorder.Twin):
+class PartlyBlind(Float64Recorder):
     """Leaves out what has no numbers to read: nested and meta tensors, and layouts other than dense and COO."""
 
     def _keep(self, key: float64_recorder.Key, tensor: Tensor) -> None:
@@ -50,7 +51,7 @@ class PartlyBlind(float64_recorder.Twin):
 
 
 def observe(case: zoo.Case, steps: int = 3) -> list[float64_recorder.Step]:
-    seen: list[float64_recorder.Twin] = []
+    seen: list[Float64Recorder] = []
     try:
         zoo.train(case, steps, before=lambda model: seen.append(PartlyBlind(getattr(model, "module", model))))
     finally:
@@ -61,7 +62,7 @@ def observe(case: zoo.Case, steps: int = 3) -> list[float64_recorder.Step]:
 def assert_right_and_unchanged(
     case: zoo.Case, around: Around = contextlib.nullcontext, steps: int = 3
 ) -> tbhooks.Watch:
-    """Training is that of an unwatched run, bit for bit, and every number that of the twin."""
+    """Training is that of an unwatched run, bit for bit, and every number that of the recorder."""
     made: list[tbhooks.Watch] = []
 
     def before(model: nn.Module) -> nn.Module:
@@ -425,7 +426,7 @@ def changed_in_the_middle(case: zoo.Case, change: Callable[[nn.Module], Any], wa
     return left, frames, watching
 
 
-def remove_hooks(model: nn.Module, observer: float64_recorder.Twin) -> None:
+def remove_hooks(model: nn.Module, observer: Float64Recorder) -> None:
     for module in model.modules():
         for key, hook in list(module._forward_hooks.items()):
             if "_saw" in getattr(hook, "__qualname__", ""):

@@ -1,6 +1,6 @@
 """Evaluation passes make frames of their own, and leave training and its frames as they would be without them.
 
-Runs are written as strings, as tests/support/passes.py explains, which also keeps what they should show.
+Runs are written as strings, as tests/support/evaluation_runs.py explains, which also keeps what they should show.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from tbhooks import JsonlSink, MemorySink
 from tbhooks.data.errors import ArgumentError, ClosedError
 from tbhooks.data.frame import ALL_KINDS, KINDS
 from tbhooks.sinks.jsonl import read
-from tests.support import float64_recorder, frames, passes, reference, zoo
+from tests.support import evaluation_runs, float64_recorder, frames, reference, zoo
+from tests.support.evaluation_runs import Kept, Run, assert_evaluations, closed, expected_training, start, watched
+from tests.support.float64_recorder import Float64Recorder
 from tests.support.loops import steps_of
-from tests.support.passes import Kept, Run, assert_evaluations, closed, expected_training, start, watched
 
 SCRIPTS = {
     "after some steps": "tteettet", "last": "ttte", "at every step": "tetetete", "before the first step": "eetete",
@@ -102,13 +103,15 @@ def test_evaluations_have_tags_of_their_own_in_the_same_run(tmp_path: Path) -> N
     run = watched("teetee", tmp_path / "both")
     closed(run)
     closed(watched("tt", tmp_path / "training", evaluate=False))
-    scalars = {f"eval.activation.{stat}/{path}" for stat in ("mean", "std", "zero_fraction") for path in passes.PATHS}
-    distributions = {f"eval.activation/{path}" for path in passes.PATHS}
+    scalars = {
+        f"eval.activation.{stat}/{path}" for stat in ("mean", "std", "zero_fraction") for path in evaluation_runs.PATHS
+    }
+    distributions = {f"eval.activation/{path}" for path in evaluation_runs.PATHS}
     tensor_tags = {"tbhooks/eval.activation", "tbhooks/eval.activation.buckets"}
     both, training = (frames.accumulator(tmp_path / name) for name in ("both", "training"))
     for family, added in (("scalars", scalars), ("histograms", distributions), ("tensors", tensor_tags)):
         assert set(both.Tags()[family]) == set(training.Tags()[family]) | added
-    for path in passes.PATHS:
+    for path in evaluation_runs.PATHS:
         steps, values = run.watcher.history.series(path, "eval.activation", "mean")
         assert steps == [0, 1]
         tag = f"eval.activation.mean/{path}"
@@ -146,13 +149,13 @@ def test_a_writer_of_their_own_gets_evaluations_under_plain_names_and_the_first_
         assert not any(tag.startswith(("eval.", "gradient", "train", "weight")) for tag in frames.tags(place))
 
 
-@pytest.mark.parametrize("first", [MemorySink(), passes.Slow()], ids=["fast", "slow"])
+@pytest.mark.parametrize("first", [MemorySink(), evaluation_runs.Slow()], ids=["fast", "slow"])
 def test_a_further_writer_gets_evaluations_from_then_on(first: MemorySink) -> None:
     second, third = MemorySink(), MemorySink()
     run = watched("", first)
     run.watcher.evaluation()  # once more: nothing changes
     run.do("tetet")
-    if not isinstance(first, passes.Slow):
+    if not isinstance(first, evaluation_runs.Slow):
         run.watcher.flush()
     run.watcher.evaluation(second).evaluation(third)
     closed(run.do("ete"))
@@ -177,7 +180,7 @@ def test_what_cannot_be_done_is_refused_and_leaves_the_watch_as_it_was(tmp_path:
         run.watcher.evaluation()
     for kinds in (("gradient",), ("weight", "update"), "weight_gradient"):
         with pytest.raises(ArgumentError, match="an evaluation shows activation, input, functional"):
-            tbhooks.watch(passes.Net(), kinds=kinds).evaluation()
+            tbhooks.watch(evaluation_runs.Net(), kinds=kinds).evaluation()
 
 
 def test_latest_is_the_last_training_frame_and_history_has_both() -> None:
@@ -257,21 +260,21 @@ def test_unlogged_training_has_one_hook_on_the_root_and_closing_leaves_none(kind
 
     def look(*_: Any) -> None:
         if run.model.training:
-            seen.append((passes.on_modules(run.model), len(_get_current_function_mode_stack())))
+            seen.append((evaluation_runs.on_modules(run.model), len(_get_current_function_mode_stack())))
 
     run.model.first.register_forward_hook(look)
     run.do("tteett")
     assert seen[1:] == [([1, 1, 0, 0, 0], 0)] * 3  # the first step is logged; the second hook is the one above
     run.watcher.close()
-    assert passes.on_modules(run.model) == [0, 1, 0, 0, 0]
+    assert evaluation_runs.on_modules(run.model) == [0, 1, 0, 0, 0]
 
 
 def test_a_part_in_evaluation_mode_inside_a_training_model_is_training() -> None:
     run = watched("")
-    passes.freeze(run.model.norm, training=False)
+    evaluation_runs.freeze(run.model.norm, training=False)
     training, evaluations = closed(run.do("tett"))
-    expected = start(float64_recorder.Twin)
-    passes.freeze(expected.model.norm, training=False)
+    expected = start(Float64Recorder)
+    evaluation_runs.freeze(expected.model.norm, training=False)
     expected.do("ttt").watcher.close()
     assert steps_of(evaluations) == [0]
     for frame, step in zip(training, expected.watcher.steps, strict=True):
@@ -285,13 +288,13 @@ NOT_ASKED_THE_MODEL = pytest.mark.xfail(
 
 @pytest.mark.parametrize("part_in_training", [False, pytest.param(True, marks=NOT_ASKED_THE_MODEL)])
 def test_a_compiled_model_is_read_in_evaluation_too(part_in_training: bool) -> None:
-    def run(begin: Callable[[passes.Net], Any], compiles: bool = True) -> Run:
+    def run(begin: Callable[[evaluation_runs.Net], Any], compiles: bool = True) -> Run:
         torch.compiler.reset()
         one = start()
         one.called = torch.compile(one.model, backend="aot_eager") if compiles else one.model
         one.watcher = begin(one.called)
         if part_in_training:
-            passes.freeze(one.model.norm, training=True)
+            evaluation_runs.freeze(one.model.norm, training=True)
         return one.do("teeteett")
 
     one = run(lambda model: tbhooks.watch(model, every=2).evaluation())

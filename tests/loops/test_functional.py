@@ -21,8 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import tbhooks
 from tbhooks.data.frame import ALL_KINDS, KINDS, Frame
 from tests.support import float64_recorder, frames, zoo
-from tests.support.loops import steps_of
-from tests.support.operations import (
+from tests.support.functional_models import (
     ATTENDING,
     CNN,
     LAYERS,
@@ -34,7 +33,9 @@ from tests.support.operations import (
     kept_operations,
     selective,
 )
+from tests.support.loops import steps_of
 
+pytestmark = pytest.mark.usefixtures("no_function_mode_left")
 Array = NDArray[np.float64]
 WITH_OPERATIONS = (*KINDS, "functional")
 SDPA = "scaled_dot_product_attention"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -21,16 +21,12 @@ from torch.utils.tensorboard import SummaryWriter
 
 import tbhooks
 from tbhooks.capture.recorder import Recorder
-from tests.support import reference, zoo
+from tests.support import zoo
 from tests.support.loops import forward, mlp, sgd
+from tests.support.reference import gradient_norm
 
 NAN, INF = float("nan"), float("inf")
 USED, RAW = "train.grad_norm", "train.grad_norm_raw"
-
-
-def norm_of(parameters: Iterable[Tensor]) -> float:
-    grads = [reference.to_numpy(p.grad).ravel() for p in parameters if p.grad is not None]
-    return float(np.linalg.norm(np.concatenate(grads)))
 
 
 def leave(_model: nn.Module) -> None:
@@ -89,7 +85,7 @@ def test_optimizers_inside_backward_show_the_norm_of_what_they_used() -> None:
     optimizers = {p: SGD([p], lr=0.1) for p in model.parameters()}
 
     def step(parameter: Tensor) -> None:
-        squares[-1] += norm_of([parameter]) ** 2
+        squares[-1] += gradient_norm([parameter]) ** 2
         optimizers[parameter].step()
         optimizers[parameter].zero_grad()
 
@@ -163,9 +159,9 @@ def test_norms_are_over_the_watched_parameters(include: str, kinds: tuple[str, .
     with tbhooks.watch(model, every=1, kinds=kinds, include=None if include == "*" else include) as watching:
         for _ in range(2):
             case.loss(model, case.batch()).backward()
-            norms[RAW] = norm_of(chosen)
+            norms[RAW] = gradient_norm(chosen)
             nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-            norms[USED] = norm_of(chosen)
+            norms[USED] = gradient_norm(chosen)
             optimizer.step()
             optimizer.zero_grad()
     assert {site.kind for site in watching.latest.sites} == set(kinds)
@@ -214,9 +210,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 import tbhooks
-from tests.loops import mlp, sgd, forward
-from tests.test_loop_gradient_norms import USED, RAW, norm_of
-from tests.zoo import raw
+from tests.support.loops import mlp, sgd, forward
+from tests.support.reference import gradient_norm
+from tests.support.zoo import raw
+
+USED, RAW = "train.grad_norm", "train.grad_norm_raw"
 
 torch.set_num_threads(1)
 rank = int(os.fork() == 0)
@@ -233,13 +231,13 @@ def run(how, watched):
         for last in (False, True):
             with contextlib.nullcontext() if last or how == "by hand" else ddp.no_sync():
                 forward(ddp).backward()
-        before = norm_of(model.parameters())
+        before = gradient_norm(model.parameters())
         if how == "by hand":
             for parameter in model.parameters():
                 dist.all_reduce(parameter.grad)
         elif how != "untouched":
             nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-        norms.append({RAW: before, USED: norm_of(model.parameters())})
+        norms.append({RAW: before, USED: gradient_norm(model.parameters())})
         optimizer.step()
         optimizer.zero_grad()
     bits = b"".join(raw(p) for p in model.parameters()).hex()

@@ -19,13 +19,14 @@ import tbhooks
 from tbhooks.capture.tensor_tree import inputs
 from tbhooks.data.frame import ALL_KINDS, KINDS, ROOT, Frame, Site
 from tests.support import float64_recorder, frames, reference, zoo
+from tests.support.float64_recorder import Float64Recorder
 from tests.support.loops import forward, mlp, sgd, steps_of
 from tests.support.loops import train as train_mlp
 
 WITH_INPUTS = (*KINDS, "input")
 
 
-class InputTwin(float64_recorder.Twin):
+class InputRecorder(Float64Recorder):
     """Keeps copies of what modules are given as well, made before they can overwrite it."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -44,8 +45,8 @@ class InputTwin(float64_recorder.Twin):
 
 
 def observe(case: zoo.Case, steps: int = 2) -> list[float64_recorder.Step]:
-    seen: list[InputTwin] = []
-    zoo.train(case, steps, before=lambda model: seen.append(InputTwin(model)))
+    seen: list[InputRecorder] = []
+    zoo.train(case, steps, before=lambda model: seen.append(InputRecorder(model)))
     seen[0].close()
     return seen[0].steps
 
@@ -132,7 +133,7 @@ def test_micro_batches_and_calls_of_a_shared_module_are_one_site() -> None:
         return [zoo.raw(parameter) for parameter in model.parameters()], looking
 
     bits, watching = run(lambda model: tbhooks.watch(model, every=1, kinds=WITH_INPUTS))
-    same_bits, kept = run(InputTwin)
+    same_bits, kept = run(InputRecorder)
     assert bits == same_bits
     for frame, step in zip(watching.history, kept.steps, strict=True):
         float64_recorder.assert_frame_equals(frame, step)
@@ -303,7 +304,7 @@ def test_inputs_are_those_that_a_users_own_hook_made_of_them() -> None:
         return looking
 
     watching = run(lambda model: tbhooks.watch(model, every=1, kinds=WITH_INPUTS))
-    for frame, step in zip(watching.history, run(InputTwin).steps, strict=True):
+    for frame, step in zip(watching.history, run(InputRecorder).steps, strict=True):
         float64_recorder.assert_frame_equals(frame, step)
 
 

@@ -17,6 +17,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import tbhooks
 from tests.support import float64_recorder, reference, zoo
+from tests.support.float64_recorder import Float64Recorder
 from tests.support.loops import forward, mlp, sgd
 
 INF = float("inf")
@@ -31,8 +32,8 @@ def train_scalars(frame: tbhooks.Frame) -> dict[str, float]:
     return {tag: value for tag, value in frame.scalars.items() if tag.startswith("train.") and "lr" not in tag}
 
 
-class Ledger(float64_recorder.Twin):
-    """The float64 twin of a model under a scaler: what backward left is divided by the scale, in float64."""
+class Ledger(Float64Recorder):
+    """The float64 recorder of a model under a scaler: what backward left is divided by the scale, in float64."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
@@ -153,7 +154,7 @@ def played(recipe: Recipe, name: str) -> tuple[list[bytes], Ledger]:
 
 
 def check(recipe: Recipe, name: str, every: int) -> tbhooks.Watch:
-    """Same bits as without a watch, and frames with the numbers of the float64 twin."""
+    """Same bits as without a watch, and frames with the numbers of the float64 recorder."""
     expected, ledger = played(recipe, name)
     torch.manual_seed(0)
     model = zoo.ZOO[name].build()

@@ -15,13 +15,14 @@ from torch.optim import LBFGS, SGD, Adafactor, AdamW, Optimizer, SparseAdam, lr_
 
 import tbhooks
 from tests.support import float64_recorder, reference, zoo
+from tests.support.float64_recorder import Float64Recorder
 
 STEPS = 4
 either_schedule = pytest.mark.parametrize("every", [1, 3])
 
 
-class Ledger(float64_recorder.Twin):
-    """The float64 twin, told by the loop itself when weights are read and when a step is over."""
+class Ledger(Float64Recorder):
+    """The float64 recorder, told by the loop itself when weights are read and when a step is over."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_flatten
 import tbhooks
 from tbhooks.reduction import cpu
 from tests.support import float64_recorder, zoo
+from tests.support.float64_recorder import Float64Recorder
 from tests.support.loops import forward, mlp, steps_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
@@ -352,7 +353,7 @@ UNUSED: dict[str, Transform] = {"dual_numbers": dual_numbers, "inference_mode": 
 @pytest.mark.parametrize("name", SEEN)
 def test_a_pass_with_data_is_in_the_numbers_of_its_step(case: zoo.Case, name: str) -> None:
     transform: Transform = lambda model, batch: SEEN[name](model, (batch[0],))  # noqa: E731
-    observer: float64_recorder.Twin = transformed(case, transform, float64_recorder.Twin)[2]
+    observer: Float64Recorder = transformed(case, transform, Float64Recorder)[2]
     observer.close()
     assert_unchanged(case, transform, observer.steps)
 

@@ -62,7 +62,15 @@ def breaks() -> dict[str, int]:
     return {reason: count for reason, count in counters["graph_break"].items() if count}
 
 
+# For `pytestmark` of files that compile: nothing is left of an earlier compilation, and compilers may warn.
+ISOLATED = [
+    pytest.mark.usefixtures("nothing_compiled"),
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"),
+]
+
+
 def reset() -> None:
+    """Forgets everything that was compiled, and the counters of it."""
     torch._dynamo.reset()
     counters.clear()
 

@@ -18,7 +18,7 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_iter, tree_map
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
-__all__ = ["DEVICE", "Log", "SimTensor", "put", "to_device"]
+__all__ = ["DEVICE", "FakeDeviceTensor", "Log", "put", "to_device"]
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -129,7 +129,7 @@ class _Lease:
             _Lease.held -= self._size
 
 
-class SimTensor(Tensor):
+class FakeDeviceTensor(Tensor):
     """A tensor that claims to live on `DEVICE`; ``host`` is the CPU tensor that holds its data."""
 
     host: Tensor
@@ -137,7 +137,7 @@ class SimTensor(Tensor):
 
     @staticmethod
     def __new__(cls, host: Tensor) -> Self:
-        if isinstance(host, SimTensor) or host.layout is not torch.strided:
+        if isinstance(host, FakeDeviceTensor) or host.layout is not torch.strided:
             raise NotImplementedError("the simulated device holds plain strided CPU tensors only")
         # In inference mode too, a view of an ordinary tensor is an ordinary tensor.
         with torch.inference_mode(host.is_inference()):
@@ -159,7 +159,7 @@ class SimTensor(Tensor):
         return _DATA.__get__(self)
 
     @data.setter  # type: ignore[override]
-    def data(self, value: SimTensor) -> None:
+    def data(self, value: FakeDeviceTensor) -> None:
         _DATA.__set__(self, value)
         self.host = value.host
 
@@ -170,15 +170,15 @@ class SimTensor(Tensor):
         return format(self.item() if self.dim() == 0 else repr(self), specification)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"SimTensor({self.host!r})"
+        return f"FakeDeviceTensor({self.host!r})"
 
     # With these two torch moves a module's parameters by swapping whole tensors, not `.data`.
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["host"], None
 
     @staticmethod
-    def __tensor_unflatten__(host: dict[str, Tensor], _meta: None, _size: Any, _stride: Any) -> SimTensor:
-        return SimTensor(host["host"])
+    def __tensor_unflatten__(host: dict[str, Tensor], _meta: None, _size: Any, _stride: Any) -> FakeDeviceTensor:
+        return FakeDeviceTensor(host["host"])
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -199,7 +199,7 @@ class SimTensor(Tensor):
 
 def put(tensor: Tensor) -> Tensor:
     """Copy of a CPU tensor on the simulated device; not differentiable with respect to it."""
-    return SimTensor(tensor.detach().clone()).requires_grad_(tensor.requires_grad)
+    return FakeDeviceTensor(tensor.detach().clone()).requires_grad_(tensor.requires_grad)
 
 
 def to_device(model: ModuleT) -> ModuleT:
@@ -208,7 +208,7 @@ def to_device(model: ModuleT) -> ModuleT:
 
 
 def _unwrap(value: Any) -> Any:
-    return value.host if isinstance(value, SimTensor) else value
+    return value.host if isinstance(value, FakeDeviceTensor) else value
 
 
 def _tensors(*trees: Any) -> Iterator[Tensor]:
@@ -220,7 +220,7 @@ def _check_devices(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
         return
     for tensor in _tensors(args, kwargs):
         # Host scalars may join any device operation, as wrapped numbers do on a real device.
-        if not isinstance(tensor, SimTensor) and tensor.dim() > 0:
+        if not isinstance(tensor, FakeDeviceTensor) and tensor.dim() > 0:
             raise RuntimeError(f"{func}: expected all tensors on {DEVICE}, found one on {tensor.device}")
 
 
@@ -231,7 +231,7 @@ def _rewrap(func: OpOverload, inputs: Any, host_out: Any) -> Any:
     def wrap(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        return given[id(value)] if id(value) in given else SimTensor(value)
+        return given[id(value)] if id(value) in given else FakeDeviceTensor(value)
 
     out = tree_map(wrap, host_out)
     if func.is_view:
@@ -245,8 +245,8 @@ def _rewrap(func: OpOverload, inputs: Any, host_out: Any) -> Any:
 
 def _follow_host(tensor: Tensor) -> None:
     """Give a wrapper the shape its data has after an operation that resized or restrided it."""
-    if isinstance(tensor, SimTensor) and _layout(tensor) != _layout(tensor.host):
-        _DATA.__set__(tensor, SimTensor(tensor.host))
+    if isinstance(tensor, FakeDeviceTensor) and _layout(tensor) != _layout(tensor.host):
+        _DATA.__set__(tensor, FakeDeviceTensor(tensor.host))
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:
@@ -279,7 +279,7 @@ def _host_copies(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     return [
         tuple(source.shape)
         for target, source in pairs
-        if isinstance(source, SimTensor) and not isinstance(target, SimTensor)
+        if isinstance(source, FakeDeviceTensor) and not isinstance(target, FakeDeviceTensor)
     ]
 
 
@@ -297,12 +297,12 @@ def _waits_for_data(func: OpOverload, args: tuple[Any, ...]) -> bool:
 def _empty(size: list[int], *, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
     _record(aten.empty.memory_format, (size,), {})
     memory_format = options.get("memory_format") or torch.contiguous_format
-    return SimTensor(torch.empty(size, dtype=dtype, device=_HOST, memory_format=memory_format))
+    return FakeDeviceTensor(torch.empty(size, dtype=dtype, device=_HOST, memory_format=memory_format))
 
 
 def _empty_strided(size: list[int], stride: list[int], *, dtype: torch.dtype | None = None, **_options: Any) -> Tensor:
     _record(aten.empty_strided.default, (size, stride), {})
-    return SimTensor(torch.empty_strided(size, stride, dtype=dtype, device=_HOST))
+    return FakeDeviceTensor(torch.empty_strided(size, stride, dtype=dtype, device=_HOST))
 
 
 def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
@@ -311,7 +311,7 @@ def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Te
     return target
 
 
-# Factories carry no SimTensor among their arguments, and some of torch's C++ copies bypass
+# Factories carry no FakeDeviceTensor among their arguments, and some of torch's C++ copies bypass
 # `__torch_dispatch__`: both arrive at the backend's own kernels.
 _kernels = torch.library.Library("aten", "IMPL", "PrivateUse1")
 _kernels.impl("empty.memory_format", _empty)

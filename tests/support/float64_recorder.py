@@ -26,7 +26,7 @@ Step = dict[Key, NDArray[np.float64]]
 STATS = ("count", "mean", "std", "norm", "rms", "min", "max", "abs_max", "zero_fraction", "nan_count", "inf_count")
 
 
-class Twin:
+class Float64Recorder:
     """Records the steps of one model."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -85,10 +85,10 @@ class Twin:
 
 def observe(case: zoo.Case, steps: int = 3) -> list[Step]:
     """The steps of an unwatched run of the case."""
-    seen: list[Twin] = []
+    seen: list[Float64Recorder] = []
 
-    def before(model: nn.Module) -> Twin:
-        seen.append(Twin(model))
+    def before(model: nn.Module) -> Float64Recorder:
+        seen.append(Float64Recorder(model))
         return seen[0]
 
     zoo.train(case, steps, before=before)

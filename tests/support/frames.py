@@ -19,6 +19,7 @@ from torch import nn
 
 from tbhooks.data.frame import Finding, Frame, Site
 from tbhooks.data.stats import BASE, WIDTH
+from tbhooks.sinks.tensorboard import TensorBoardSink
 from tests.support import reference
 
 SOME = {
@@ -60,8 +61,17 @@ def _row(array: NDArray[np.float64]) -> list[float]:
     return [len(array), mean, m2, low, high, (array == 0).sum(), nans, infs, 0.0]
 
 
+def write_run(directory: Path, *frames: Frame, **options: Any) -> Path:
+    """Writes the frames as a TensorBoard run, and returns its directory."""
+    sink = TensorBoardSink(directory, **options)
+    for frame in frames:
+        sink.write(frame)
+    sink.close()
+    return directory
+
+
 class Step:
-    """A finished step as the pump takes it; it weighs nothing unless the test says so."""
+    """A finished step as the worker takes it; its size is nothing unless the test says so."""
 
     def __init__(self, *frames: Frame, problem: Exception | None = None, nbytes: int = 0) -> None:
         self._frames, self._problem = frames, problem
@@ -150,3 +160,13 @@ def scalar_series(directory: str | Path, tag: str) -> dict[int, float]:
     series = [(point.step, point.value) for point in accumulator(directory).Scalars(tag)]
     assert len(dict(series)) == len(series)
     return dict(series)
+
+
+def training_frame(step: int, scale: float = 1.0, loss: float | None = None, findings: Any = ()) -> Frame:
+    rng = np.random.default_rng(step)
+    data: dict[Site, Any] = {Site(name, "activation"): rng.normal(size=50) * scale for name in ("b", "a", "c")}
+    data |= {Site(name, "gradient"): rng.normal(size=50) * scale for name in ("c", "a", "b")}
+    data |= {Site("a.weight", "weight"): np.ones(4), Site("a.weight", "weight_gradient"): np.ones(4) * scale}
+    data[Site("a.weight", "update")] = np.full(4, 0.01)
+    scalars = {"train/loss": 1.0 / (step + 1) if loss is None else loss, "train.lr/0": 0.1}
+    return make_frame(step, data, scalars=scalars, findings=findings)

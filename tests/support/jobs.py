@@ -1,4 +1,4 @@
-"""What the ranks of the test fleet run: small trainings in every layout, and what each of them saw.
+"""What the ranks of the test pool run: small trainings in every layout, and what each of them saw.
 
 The numbers are in float64 and the batches of a rank follow from its number, so that one process with all batches is
 the reference.
@@ -471,11 +471,11 @@ def mixed(rank: int) -> Any:
     """FSDP computes in another precision than the weights have."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    from tests.support.float64_recorder import Twin
+    from tests.support.float64_recorder import Float64Recorder
 
     model = make_model()
     fsdp(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32))
-    seen = Twin(nn.Identity())
+    seen = Float64Recorder(nn.Identity())
     for path, module in model.named_modules():
         module.register_forward_hook(seen._saw(path or "(root)"))
     w = tbhooks.watch(model, None, 1, ranks="merge", kinds=("activation", "gradient"))

@@ -17,7 +17,7 @@ from typing import Any
 
 import nbformat
 
-from tests.browser.conftest import wait_for
+from tests.support.processes import wait_for
 
 PATIENCE_MS = 30_000
 OPTIONS = (

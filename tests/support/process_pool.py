@@ -38,8 +38,8 @@ class Rank:
     output: str
 
 
-class Fleet:
-    """Runs functions of test modules in as many ranks as they like."""
+class ProcessPool:
+    """Runs functions in as many ranks as wanted."""
 
     def __init__(self) -> None:
         root = str(Path(__file__).parents[2])

@@ -7,13 +7,14 @@ outlier, nor a huge exponent costs accuracy.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-__all__ = ["BUCKETS", "EDGES", "bucket_counts", "quantile", "stats", "to_numpy"]
+__all__ = ["BUCKETS", "EDGES", "bucket_counts", "gradient_norm", "quantile", "stats", "to_numpy"]
 
 BUCKETS = 385
 _MIDDLE = 192
@@ -97,3 +98,9 @@ def _unscale(value: float, exponent: int) -> float:
 
 def _sum_of_squares(values: NDArray[np.float64]) -> float:
     return math.fsum((values * values).tolist())
+
+
+def gradient_norm(parameters: Iterable[torch.Tensor]) -> float:
+    """The 2-norm of all gradients of these parameters together."""
+    grads = [to_numpy(p.grad).ravel() for p in parameters if p.grad is not None]
+    return float(np.linalg.norm(np.concatenate(grads)))

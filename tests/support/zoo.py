@@ -99,6 +99,22 @@ def train(
     return trace
 
 
+def plain_loop(
+    case: Case, steps: int, before: Callable[[nn.Module], Any], each_step: Callable[[int, Tensor], None]
+) -> None:
+    """Trains and keeps nothing: unlike `train`, which copies tensors to keep their bytes."""
+    torch.manual_seed(0)
+    model = case.build()
+    optimizer = case.optimizer(model.parameters())
+    before(model)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = case.loss(model, case.batch())
+        loss.backward()
+        optimizer.step()
+        each_step(step, loss)
+
+
 def raw(tensor: Tensor) -> bytes:
     """The bytes of a tensor's elements; of indices and values if it is sparse."""
     tensor = tensor.detach().cpu()

@@ -14,10 +14,10 @@ from aim.sdk.types import QueryReportMode
 
 import tbhooks
 from tbhooks.data.frame import Finding, Site
+from tests.support.digits_training import make_net, same_bits, weights
+from tests.support.digits_training import train as train_on_digits
 from tests.support.frames import make_frame
 from tests.support.loops import mlp, sgd, steps_of, train
-from tests.support.plainly import make_net, same_bits, weights
-from tests.support.plainly import train as train_on_digits
 
 
 @pytest.fixture

@@ -18,11 +18,11 @@ import tbhooks
 from tbhooks.data.frame import Finding, Site
 from tbhooks.integrations.lightning import WatchCallback
 from tbhooks.sinks.mlflow import MOST_CHARACTERS, Names, cleaned
+from tests.support.digits_training import make_net, same_bits, weights
+from tests.support.digits_training import train as train_on_digits
 from tests.support.frames import make_frame
+from tests.support.lightning_training import fit, make_module, make_trainer
 from tests.support.loops import mlp, sgd, steps_of, train
-from tests.support.plainly import make_net, same_bits, weights
-from tests.support.plainly import train as train_on_digits
-from tests.unit.integrations.test_lightning import fit, make_module, make_trainer
 
 
 @pytest.fixture(scope="module")

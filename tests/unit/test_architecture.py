@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -301,6 +302,25 @@ def test_other_packages_are_patched_in_one_place(name: str) -> None:
 )
 def test_a_patch_anywhere_else_would_be_noticed(line: str) -> None:
     assert changed_in_other_packages(ast.parse(line))
+
+
+# --- The tests themselves ---------------------------------------------------------------------------
+
+TESTS = Path(__file__).parents[1]
+# The clinic is a program of its own (`make clinic`), in several modules.
+TEST_FILES = sorted(file for file in TESTS.rglob("*.py") if "clinic" not in file.relative_to(TESTS).parts)
+OF_TESTS = re.compile(r"^\s*(?:from|import) tests\.(\w+)", re.MULTILINE)
+
+
+def test_helpers_of_tests_live_in_support_and_no_test_file_imports_another() -> None:
+    """Read as text: programs that tests run in processes of their own import helpers too."""
+    imports = {file: OF_TESTS.findall(file.read_text(encoding="utf-8")) for file in TEST_FILES}
+    assert not {file.name: found for file, found in imports.items() if set(found) - {"support"}}
+
+
+def test_what_every_test_gets_without_asking_stands_in_a_conftest_or_the_test_file() -> None:
+    support = [file for file in TEST_FILES if file.parent.name == "support"]
+    assert not [file.name for file in support if "autouse" in file.read_text(encoding="utf-8")]
 
 
 # --- Size -----------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
 from tests.support import fake_device, reference, zoo
-from tests.support.fake_device import DEVICE, Log, SimTensor, put, to_device
+from tests.support.fake_device import DEVICE, FakeDeviceTensor, Log, put, to_device
 from tests.support.zoo import ZOO
 
 
@@ -274,7 +274,7 @@ def test_copy_to_host_is_recorded_once(log: Log, fetch: Callable[[Tensor], Any])
     fetched = torch.as_tensor(fetch(put(values)))
     assert log.copies == [(2, 3)]
     assert log.syncs == 0
-    assert not isinstance(fetched, SimTensor)
+    assert not isinstance(fetched, FakeDeviceTensor)
     assert torch.equal(fetched.float(), values)
 
 
@@ -387,7 +387,7 @@ def test_factories(make: Callable[[Any], Tensor], device: Any) -> None:
     expected = make("cpu")
     torch.manual_seed(0)
     made = make(device)
-    assert isinstance(made, SimTensor)
+    assert isinstance(made, FakeDeviceTensor)
     assert made.device == DEVICE
     assert made.stride() == expected.stride()
     assert torch.equal(made.cpu(), expected)
@@ -401,7 +401,7 @@ def test_allocations_are_counted(log: Log) -> None:
 def test_module_built_on_the_device() -> None:
     layer = nn.Linear(3, 2, device=DEVICE)
     assert layer(torch.ones(1, 3, device=DEVICE)).device == DEVICE
-    assert all(isinstance(p, SimTensor) and isinstance(p, nn.Parameter) for p in layer.parameters())
+    assert all(isinstance(p, FakeDeviceTensor) and isinstance(p, nn.Parameter) for p in layer.parameters())
 
 
 @pytest.mark.parametrize(
@@ -484,7 +484,7 @@ def test_assigning_to_items() -> None:
 def test_operations_with_several_results(several: Callable[[Tensor], Any]) -> None:
     x = torch.randn(4, 6)
     for result, expected in zip(several(put(x)), several(x), strict=True):
-        assert isinstance(result, SimTensor)
+        assert isinstance(result, FakeDeviceTensor)
         assert torch.equal(result.cpu(), expected)
 
 
@@ -534,7 +534,7 @@ def test_shape_changed_in_place() -> None:
 def test_values_are_those_of_the_cpu(compute: Callable[[Tensor], Tensor]) -> None:
     x = torch.tensor([[1.5, -0.0, torch.inf], [torch.nan, 1e-30, -7.0]])
     result = compute(put(x))
-    assert isinstance(result, SimTensor)
+    assert isinstance(result, FakeDeviceTensor)
     assert zoo.raw(result) == zoo.raw(compute(x))
 
 
@@ -560,7 +560,7 @@ def test_copies_are_independent() -> None:
     twin = copy.deepcopy(model)
     with torch.no_grad():
         twin.weight.zero_()
-    assert isinstance(twin.weight, SimTensor)
+    assert isinstance(twin.weight, FakeDeviceTensor)
     assert model.weight.abs().sum().item() > 0
 
 
@@ -579,7 +579,7 @@ def test_assigning_data_moves_the_values_too() -> None:
 def test_tied_parameters_stay_tied() -> None:
     model: Any = to_device(ZOO["tied_weights"].build())
     assert model.head.weight is model.embed.weight
-    assert isinstance(model.head.weight, SimTensor)
+    assert isinstance(model.head.weight, FakeDeviceTensor)
 
 
 # --- The simulated device: training ---------------------------------------------------------------
@@ -640,14 +640,14 @@ def test_hooks_see_device_tensors(log: Log) -> None:
         module.register_forward_hook(lambda _m, _a, output: output.register_hook(seen.append) and None)
     model(put(torch.ones(2, 4))).sum().backward()
     assert len(seen) == 3
-    assert all(isinstance(gradient, SimTensor) for gradient in seen)
+    assert all(isinstance(gradient, FakeDeviceTensor) for gradient in seen)
     assert (log.copies, log.syncs) == ([], 0)
 
 
 def test_module_moves_back_to_the_cpu(log: Log) -> None:
     model = to_device(nn.Linear(3, 2))
     model.cpu()
-    assert not any(isinstance(parameter, SimTensor) for parameter in model.parameters())
+    assert not any(isinstance(parameter, FakeDeviceTensor) for parameter in model.parameters())
     assert sorted(log.copies) == [(2,), (2, 3)]
 
 

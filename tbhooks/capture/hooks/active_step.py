@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from typing import Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from tbhooks.capture.autograd import NO_BACKWARD, capture_check, in_backward
 from tbhooks.capture.dynamo import CompileGate
@@ -28,17 +28,33 @@ NOT_TRAINED = (
 )
 
 
+class StepListener(Protocol):
+    """What the observer calls when something happens that matters to the step."""
+
+    def next_forward_begins(self) -> None:
+        """After `expect_forward`: a module runs in training, and nothing of it has been read yet."""
+
+    def backward_begins(self) -> None:
+        """A backward pass has reached the open step."""
+
+    def backward_ended(self, scale: Tensor | None) -> None:
+        """That pass has ended; `scale` is what its loss was multiplied by."""
+
+
 class ActiveStep:
     """What all readers of one watch share: the open step, its recorder, and who else looks at its tensors."""
 
-    def __init__(self, model: weakref.ref[nn.Module], recorder: Recorder, gate: CompileGate, report: Report) -> None:
+    def __init__(
+        self, model: weakref.ref[nn.Module], recorder: Recorder, gate: CompileGate, listener: StepListener | None,
+        report: Report,
+    ) -> None:  # fmt: skip
         self.context: StepContext | None = None
         """The open step; None between logged steps."""
         self.recorder = recorder
         self.evaluation: Recorder | None = None
         """The recorder of evaluation passes, if they are read."""
-        self.before_next_forward: Callable[[], None] | None = None
-        """Called once, before a training forward is read: the step before it is over."""
+        self.expects_forward = False
+        """Whether the listener is called before the next training forward is read."""
         self.gate = gate
         self.passes = Passes(model)
         self.admission = Admission(gate)
@@ -47,6 +63,7 @@ class ActiveStep:
         self.is_capturing = capture_check()
         """Whether a CUDA graph is being captured: nothing is read then."""
         self._model = model
+        self._listener = listener
         self._report = report
         self._lock = threading.RLock()
         self._read_before_training = False
@@ -82,7 +99,7 @@ class ActiveStep:
             if self.context is not None:
                 self.context.left_out = True
             return None
-        self._end_step_before()
+        self._announce_forward()
         if self.context is None:
             return None
         if model.training and self._read_before_training:
@@ -96,12 +113,12 @@ class ActiveStep:
             self._drop_backward(context)
         return self.recorder
 
-    def _end_step_before(self) -> None:
-        if self.before_next_forward is not None and not in_backward():
+    def _announce_forward(self) -> None:
+        if self.expects_forward and not in_backward():
             with self._lock:  # modules may run in several threads, and none may be read before the step has begun
-                if self.before_next_forward is not None:
-                    self.before_next_forward()
-                    self.before_next_forward = None
+                if self.expects_forward and self._listener is not None:
+                    self._listener.next_forward_begins()
+                    self.expects_forward = False
 
     def _drop_backward(self, context: StepContext) -> None:
         """A backward raised, and training goes on: the gradients it showed are not part of the step."""

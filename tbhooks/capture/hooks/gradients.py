@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 from torch import Tensor
@@ -15,7 +14,7 @@ from tbhooks.capture.autograd import (
     without_dispatch_modes,
 )
 from tbhooks.capture.dynamo import dynamo_skip
-from tbhooks.capture.hooks.active_step import ActiveStep
+from tbhooks.capture.hooks.active_step import ActiveStep, StepListener
 from tbhooks.capture.hooks.hook_types import GradientHook, ScaledLossHook
 from tbhooks.capture.hooks.manager import hook_tensor
 from tbhooks.capture.hooks.passes import Pass
@@ -25,19 +24,11 @@ from tbhooks.reduction.torch_rows import has_no_data
 
 
 class GradientReader:
-    """Registers gradient hooks on outputs and records the gradients they are called with.
+    """Registers gradient hooks on outputs and records the gradients they are called with."""
 
-    `backward_begins` is called when a backward pass reaches the open step; `backward_ended` when that pass has ended,
-    with the scale of its loss.
-    """
-
-    def __init__(
-        self, step: ActiveStep, backward_begins: Callable[[], None] | None,
-        backward_ended: Callable[[Tensor | None], None] | None, report: Report,
-    ) -> None:  # fmt: skip
+    def __init__(self, step: ActiveStep, listener: StepListener | None, report: Report) -> None:
         self._step = step
-        self._backward_begins = backward_begins
-        self._backward_ended = backward_ended
+        self._listener = listener
         self._report = report
 
     def hook(self, context: StepContext, tensor: Tensor) -> GradientHook:
@@ -100,18 +91,17 @@ class GradientReader:
 
     def _note_backward(self, context: StepContext) -> None:
         """Once for each backward pass: passes inside passes (reentrant checkpoints) are part of it."""
-        if self._backward_ended is None or context.backward != NO_BACKWARD or not in_backward():
+        if self._listener is None or context.backward != NO_BACKWARD or not in_backward():
             return
         context.backward = backward_pass()
         context.running = self._step.passes.begin_backward()
-        if self._backward_begins is not None:
-            self._backward_begins()
+        self._listener.backward_begins()
         at_end_of_backward(partial(self._end_backward, context))
 
     @dynamo_skip
     def _end_backward(self, context: StepContext) -> None:
         context.backward, context.running.ended = NO_BACKWARD, True
-        if self._step.context is context and self._backward_ended is not None:
+        if self._step.context is context and self._listener is not None:
             with self._report.guarded("after backward"), without_dispatch_modes():
-                self._backward_ended(context.scale)
+                self._listener.backward_ended(context.scale)
         context.scale = None

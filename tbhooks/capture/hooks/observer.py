@@ -8,22 +8,20 @@ hooks. Whatever fails here is counted and logged once; training never sees an ex
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from tbhooks.capture import selection
 from tbhooks.capture.autograd import in_backward, is_traced, without_dispatch_modes
 from tbhooks.capture.dynamo import CompileGate
-from tbhooks.capture.hooks.active_step import NOT_TRAINED, ActiveStep
+from tbhooks.capture.hooks.active_step import NOT_TRAINED, ActiveStep, StepListener
 from tbhooks.capture.hooks.collectors import Collector
 from tbhooks.capture.hooks.function_mode import FunctionalObserver
 from tbhooks.capture.hooks.gradients import GradientReader
 from tbhooks.capture.hooks.graph_outputs import GraphReader
-from tbhooks.capture.hooks.hook_types import ForwardHook, RootHook
-from tbhooks.capture.hooks.manager import HookManager, hook_root
+from tbhooks.capture.hooks.hook_types import ForwardHook
+from tbhooks.capture.hooks.manager import HookManager
 from tbhooks.capture.hooks.outputs import OutputReader
 from tbhooks.capture.hooks.step_context import StepContext
 from tbhooks.capture.recorder import Recorder
@@ -35,16 +33,11 @@ MOST_FAILURES = 3
 
 
 class Observer:
-    """The hooks of one watch and what reads for them. `begin` opens a logged step, `end` closes it.
-
-    `backward_begins` is called when a backward pass reaches the open step; `backward_ended` when that pass has ended,
-    with the scale of its loss.
-    """
+    """The hooks of one watch and what reads for them. `begin` opens a logged step, `end` closes it."""
 
     def __init__(
-        self, model: nn.Module, selector: selection.Selector, recorder: Recorder, report: Report,
-        backward_begins: Callable[[], None] | None = None,
-        backward_ended: Callable[[Tensor | None], None] | None = None,
+        self, model: nn.Module, selector: selection.Selector, recorder: Recorder, listener: StepListener | None,
+        report: Report,
     ) -> None:  # fmt: skip
         self._model = weakref.ref(selection.unwrap(model))
         self._recorder = recorder
@@ -52,8 +45,8 @@ class Observer:
         self._failing: dict[str, ForwardHook] = {}
         self.gate = CompileGate(self._assign_hook_ids)
         self.number = recorder.number
-        self._step = ActiveStep(self._model, recorder, self.gate, report)
-        self._gradients = GradientReader(self._step, backward_begins, backward_ended, report)
+        self._step = ActiveStep(self._model, recorder, self.gate, listener, report)
+        self._gradients = GradientReader(self._step, listener, report)
         self._outputs = OutputReader(self._step, self._gradients, report)
         self._graphs = GraphReader(self._step, self._outputs, self._gradients, report)
         self.collectors, self.units = self._step.collectors, self._step.dead_units
@@ -126,7 +119,7 @@ class Observer:
 
     def abandon(self) -> None:
         """Closes a step that was cut short, and leaves no hook behind."""
-        self._step.before_next_forward = None
+        self._step.expects_forward = False
         self.placement.stop()
         self._close()
         self.remove()
@@ -137,9 +130,9 @@ class Observer:
         if self._functional is not None:
             self._functional.abandon()
 
-    def call_before_next_forward(self, function: Callable[[], None]) -> None:
-        """Calls it once, before the next training forward is read."""
-        self._step.before_next_forward = function
+    def expect_forward(self) -> None:
+        """Announces the next training forward to the listener, once, before any of it is read."""
+        self._step.expects_forward = True
 
     # Which forwards belong to the step.
 
@@ -209,11 +202,6 @@ class Observer:
         if self.seen is not None:
             collector.begin()
         self.placement.reattach()
-
-    def watch_root(self, function: Callable[[], None], in_graph: bool) -> RemovableHandle | None:
-        """Calls it whenever a forward of the whole model begins; `in_graph`, from compiled functions as well."""
-        model = self._model()
-        return None if model is None else hook_root(model, RootHook(function, in_graph))
 
     def watch_scaled_loss(self, loss: Tensor, scale: Tensor) -> None:
         """Gradients of the backward pass that starts from this loss are divided by its scale."""

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import tbhooks
 from tests.support import fake_device, zoo
-from tests.unit.plugin.test_server import Server
+from tests.support.tensorboard_server import Server
 
 STEPS, EVERY, MEANS, MICRO_BATCHES, EVALUATED = 12, 4, 3, 2, (5, 9)
 ALL = ("activation", "gradient", "input", "functional", "weight", "weight_gradient", "update")
@@ -169,12 +169,8 @@ def test_on_a_device_each_written_step_is_copied_once_and_nothing_is_waited_for(
 @pytest.mark.xdist_group("tensorboard_server")
 def test_every_tab_of_tensorboard_has_its_part(tmp_path: Path) -> None:
     train(asked_for_everything(tmp_path / "logs" / "run"))
-    server = Server(tmp_path / "logs", ["--load_fast=true"], tmp_path / "said")
-    try:
-        server.start()
+    with Server(tmp_path / "logs", tmp_path / "printed", "--load_fast=true") as server:
         served = server.wait_for(lambda: _served(server))
-    finally:
-        server.stop()
     assert {"train/loss", "eval/score", "train.lr/0", "train.step_seconds", "train.grad_norm"} <= set(served["scalars"])
     assert {"images.input/(root)", "images.weight/conv.weight", "images.activation/head"} <= set(served["images"])
     assert {"activation/conv", "activation/conv[7]", "weight/head.weight[4]"} <= set(served["histograms"])

@@ -17,7 +17,8 @@ import pytest
 import tbhooks
 import tbhooks.api.lifecycle
 from tbhooks.sinks.jsonl import read
-from tests.support import frames, waiting
+from tests.support import frames
+from tests.support.processes import wait_until
 
 TIMEOUT_S = 60.0
 
@@ -93,7 +94,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(tbhooks.__file__).parents[1]
 
 
 def wait_for(ready: Callable[[], Any], patience_s: float = TIMEOUT_S) -> Any:
-    return waiting.until(ready, patience_s, pause_s=0.005)
+    return wait_until(ready, patience_s, pause_s=0.005)
 
 
 @pytest.fixture(scope="module")

@@ -27,9 +27,10 @@ from tbhooks.capture.hooks.function_mode import MOST_CALLS, OPERATIONS, Function
 from tbhooks.data.frame import ROOT
 from tbhooks.data.self_report import Report
 from tests.support import fake_device, zoo
-from tests.support.operations import _no_mode_left_behind, depth  # noqa: F401  the fixture is for every test here
+from tests.support.functional_models import depth
 from tests.support.reference import to_numpy
 
+pytestmark = pytest.mark.usefixtures("no_function_mode_left")
 Array = NDArray[np.float64]
 
 

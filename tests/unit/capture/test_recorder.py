@@ -20,8 +20,7 @@ from tbhooks.data.frame import KINDS, Frame, Site
 from tbhooks.reduction import cpu
 from tests.support import reference
 from tests.support.fake_device import put
-from tests.unit.data.test_stats import assert_same_stats
-from tests.unit.reduction.test_torch_rows import reduced
+from tests.support.tensors import assert_same_stats, reduced
 
 pytestmark = pytest.mark.usefixtures("both_kernels")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,16 +14,10 @@ import tbhooks
 from tbhooks.capture import compilation, dynamo, tensor_tree
 from tbhooks.capture.hooks import hook_types
 from tbhooks.reduction import torch_private
-from tests.support.compiling import Graphs, Trial, operations, reset
+from tests.support import compiling
+from tests.support.compiling import Graphs, Trial, operations
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
-
-
-@pytest.fixture(autouse=True)
-def _nothing_compiled() -> Iterator[None]:
-    reset()
-    yield
-    reset()
+pytestmark = compiling.ISOLATED
 
 
 def train(trial: Trial, fullgraph: bool, backend: Any = None) -> None:

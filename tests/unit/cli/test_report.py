@@ -28,10 +28,9 @@ from tbhooks import rules, runs
 from tbhooks.cli import commands
 from tbhooks.data.frame import Finding, Frame, Site
 from tbhooks.runs import compare, report_data
-from tbhooks.sinks.tensorboard import TensorBoardSink
 from tbhooks.views import report_text
-from tests.support.frames import make_frame
-from tests.support.noise import without_torch_log
+from tests.support.frames import make_frame, training_frame, write_run
+from tests.support.processes import without_torch_log
 
 HOSTILE = "</script><script>alert(1)</script>\x1b[31mred\x1b]0;title\x07\nnext\r**b**\u202e"
 CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e]")
@@ -53,36 +52,20 @@ def said(*arguments: str | Path, **environment: str) -> subprocess.CompletedProc
     return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
 
 
-def write(directory: Path, *given: Frame) -> Path:
-    sink = TensorBoardSink(directory)
-    for frame in given:
-        sink.write(frame)
-    sink.close()
-    return directory
-
-
 def finding(severity: Any = "error", step: int = 1, name: str = "b", rule: str = "non_finite") -> Finding:
     return Finding(step, Site(name, "activation"), rule, severity, f"{rule} in {name} since {step}", {"n": 1})
-
-
-def training(step: int, scale: float = 1.0, loss: float | None = None, findings: Any = ()) -> Frame:
-    rng = np.random.default_rng(step)
-    data: dict[Site, Any] = {Site(name, "activation"): rng.normal(size=50) * scale for name in ("b", "a", "c")}
-    data |= {Site(name, "gradient"): rng.normal(size=50) * scale for name in ("c", "a", "b")}
-    data |= {Site("a.weight", "weight"): np.ones(4), Site("a.weight", "weight_gradient"): np.ones(4) * scale}
-    data[Site("a.weight", "update")] = np.full(4, 0.01)
-    scalars = {"train/loss": 1.0 / (step + 1) if loss is None else loss, "train.lr/0": 0.1}
-    return make_frame(step, data, scalars=scalars, findings=findings)
 
 
 @pytest.fixture
 def sick(tmp_path: Path) -> Path:
     given = [
-        training(0),
-        training(1, findings=[finding("warning", 1, "c", "dead_units"), finding("info", 1, "a", "low_precision")]),
-        training(2, findings=[finding("error", 2)]),
+        training_frame(0),
+        training_frame(
+            1, findings=[finding("warning", 1, "c", "dead_units"), finding("info", 1, "a", "low_precision")]
+        ),
+        training_frame(2, findings=[finding("error", 2)]),
     ]
-    return write(tmp_path / "sick", *given)
+    return write_run(tmp_path / "sick", *given)
 
 
 # --- report -------------------------------------------------------------------------------------------
@@ -126,7 +109,7 @@ LONG = [f"encoder.layers.{i}.self_attention.projection" for i in range(3)]
 
 def with_names(directory: Path, names: list[str], steps: int = 40) -> Path:
     given = [make_frame(k, {Site(name, "activation"): [1.0, k] for name in names}) for k in range(steps)]
-    return write(directory, *given)
+    return write_run(directory, *given)
 
 
 @pytest.mark.parametrize("width", [60, 80, 120, 200])
@@ -144,7 +127,7 @@ def test_names_are_whole_in_a_pipe_however_narrow_the_terminal_is(tmp_path: Path
     tag = "train/" + "loss_of_the_auxiliary_head." * 5
     frame = make_frame(40, {}, scalars={tag: 1.0}, findings=[finding(name=".".join(LONG))])
     where = with_names(tmp_path, LONG)
-    write(where, frame)
+    write_run(where, frame)
     words = said("report", where, COLUMNS=str(width)).stdout.split()
     assert {*LONG, tag, ".".join(LONG)} <= set(words)
 
@@ -165,7 +148,7 @@ LORA = [
 def test_no_two_names_are_cut_to_the_same_text(tmp_path: Path, width: int, laid_out: str) -> None:
     """Even if the table is wider than the terminal then; the finding's mark makes no difference."""
     frame = make_frame(0, {Site(name, "activation"): [1.0] for name in LORA}, findings=[finding(name=LORA[5])])
-    sections = report_text.of_run(runs.read(write(tmp_path, frame)), width)
+    sections = report_text.of_run(runs.read(write_run(tmp_path, frame)), width)
     if laid_out == "plain":
         shown = report_text.plain(sections, width)
     else:
@@ -182,7 +165,7 @@ def test_no_two_names_are_cut_to_the_same_text(tmp_path: Path, width: int, laid_
 
 def test_long_tables_show_their_ends_and_what_is_sick_unless_all_is_asked_for(tmp_path: Path) -> None:
     data = {Site(f"m{i:03}", "activation"): [1.0, 2.0] for i in range(200)}
-    read = runs.read(write(tmp_path, make_frame(0, data, findings=[finding(name="m100")])))
+    read = runs.read(write_run(tmp_path, make_frame(0, data, findings=[finding(name="m100")])))
     names = {row[0].split()[0] for section in report_text.of_run(read, 100) for row in section.rows}
     assert {"m000", "m199", "m100"} <= names
     assert "m099" not in names
@@ -193,7 +176,7 @@ def test_long_tables_show_their_ends_and_what_is_sick_unless_all_is_asked_for(tm
 
 def test_nan_is_told_in_words_and_in_the_trend(tmp_path: Path) -> None:
     given = [make_frame(0, {Site("x", "activation"): [1.0, 2.0]}), make_frame(1, {Site("x", "activation"): [math.nan]})]
-    shown = said("report", write(tmp_path, *given)).stdout
+    shown = said("report", write_run(tmp_path, *given)).stdout
     assert "(1 NaN/Inf)" in shown
     assert "!" in shown
 
@@ -202,7 +185,7 @@ def test_hostile_names_reach_the_terminal_as_text(tmp_path: Path) -> None:
     bad = Finding(0, Site(HOSTILE, "activation"), HOSTILE, "error", HOSTILE, {HOSTILE: HOSTILE})
     tag = HOSTILE
     frame = make_frame(0, {Site(HOSTILE, "activation"): [1.0]}, scalars={tag: 1.0}, findings=[bad])
-    where = write(tmp_path / "r", frame)
+    where = write_run(tmp_path / "r", frame)
     for arguments in (["report", where], ["check", where], ["report", where, where], ["report", where, "--json"]):
         done = said(*arguments)
         assert not CONTROL.search(done.stdout), arguments
@@ -216,7 +199,7 @@ def test_a_loss_that_the_model_returns_is_shown_as_a_loss(tmp_path: Path) -> Non
     returned = Site("(root)", "activation", "[loss]")
     logits = Site("(root)", "activation", "[logits]")
     given = [make_frame(k, {logits: [1.0, 5.0], returned: [4.0 - k, 2.0 - k]}) for k in range(3)]
-    where = write(tmp_path, *given)
+    where = write_run(tmp_path, *given)
     line = next(line for line in said("report", where).stdout.splitlines() if "loss returned by the model" in line)
     assert line.split()[5:8] == ["3", "1", "2"]
     document = json.loads(said("report", where, "--json").stdout)
@@ -224,7 +207,7 @@ def test_a_loss_that_the_model_returns_is_shown_as_a_loss(tmp_path: Path) -> Non
 
 
 def test_a_run_of_scalars_alone_is_reported(tmp_path: Path) -> None:
-    done = said("report", write(tmp_path, make_frame(3, {}, scalars={"train/loss": 0.5})))
+    done = said("report", write_run(tmp_path, make_frame(3, {}, scalars={"train/loss": 0.5})))
     assert done.returncode == 0
     assert "train/loss" in done.stdout
     assert "no frames of training" in done.stdout
@@ -292,9 +275,9 @@ def test_without_rich_a_terminal_gets_plain_text(sick: Path, tmp_path: Path) -> 
 
 
 def test_the_document_has_its_keys_and_no_nan(tmp_path: Path) -> None:
-    given = [training(0), training(1, loss=math.nan, findings=[finding()])]
+    given = [training_frame(0), training_frame(1, loss=math.nan, findings=[finding()])]
     given.append(make_frame(2, {Site("x", "activation", "[0]"): [math.nan]}))
-    done = said("report", write(tmp_path, *given), "--json")
+    done = said("report", write_run(tmp_path, *given), "--json")
     told = json.loads(done.stdout, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
     assert set(told) == {"version", "run", "steps", "evaluations", "scalars", "sites", "findings", "problems"}
     assert told["steps"] == {"first": 0, "last": 2, "logged": 3}
@@ -328,7 +311,7 @@ def noisy(seed: int, part_at: int | None = None, factor: float = 3.0) -> Iterato
 
 def compared(tmp_path: Path, one: Any, two: Any) -> compare.Comparison:
     return compare.compare(
-        runs.read(write(tmp_path / "one", *one)), runs.read(write(tmp_path / "two", *two))
+        runs.read(write_run(tmp_path / "one", *one)), runs.read(write_run(tmp_path / "two", *two))
     )  # fmt: skip
 
 
@@ -370,7 +353,7 @@ def test_runs_with_nothing_in_common_say_so(tmp_path: Path) -> None:
 
 
 def test_two_directories_and_compare_say_the_same(tmp_path: Path) -> None:
-    one, two = write(tmp_path / "one", *noisy(1)), write(tmp_path / "two", *noisy(2, part_at=20))
+    one, two = write_run(tmp_path / "one", *noisy(1)), write_run(tmp_path / "two", *noisy(2, part_at=20))
     by_place, by_option = said("report", one, two), said("report", one, "--compare", two)
     assert by_place.stdout == by_option.stdout
     assert "they part at step 20" in by_place.stdout
@@ -400,7 +383,7 @@ def test_more_runs_than_are_shown_are_refused(sick: Path, tmp_path: Path) -> Non
 def test_the_exit_code_is_one_from_the_severity_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], worst: Any, fail_on: str | None, code: int
 ) -> None:
-    where = write(tmp_path, training(1, findings=[] if worst is None else [finding(worst)]))
+    where = write_run(tmp_path, training_frame(1, findings=[] if worst is None else [finding(worst)]))
     options = [] if fail_on is None else ["--fail-on", fail_on]
     assert commands.main(["check", str(where), *options]) == code
     lines = capsys.readouterr().out.splitlines()
@@ -413,7 +396,7 @@ def test_exit_codes_as_the_shell_sees_them(sick: Path, tmp_path: Path) -> None:
     found = run("check", sick)
     assert (found.returncode, without_torch_log(found.stderr)) == (1, "")
     assert [line.split(":")[0] for line in found.stdout.splitlines()] == ["error", "warning", "info"]
-    assert run("check", write(tmp_path / "fine", training(0))).returncode == 0
+    assert run("check", write_run(tmp_path / "fine", training_frame(0))).returncode == 0
     done = run("check", tmp_path / "nowhere")
     assert (done.returncode, done.stdout) == (2, "")
     assert str(tmp_path / "nowhere") in done.stderr
@@ -436,7 +419,7 @@ def scalars_of_a_trainer(directory: Path) -> Path:
 
 def test_check_looks_below_the_directory_and_names_the_run(tmp_path: Path) -> None:
     scalars_of_a_trainer(tmp_path)
-    sick = write(tmp_path / "tbhooks", training(1, findings=[finding("error")]))
+    sick = write_run(tmp_path / "tbhooks", training_frame(1, findings=[finding("error")]))
     found = said("check", tmp_path)
     assert (found.returncode, found.stderr) == (1, "")
     assert found.stdout == f"{sick}: error: step 1: non_finite activation/b: non_finite in b since 1\n"
@@ -444,9 +427,9 @@ def test_check_looks_below_the_directory_and_names_the_run(tmp_path: Path) -> No
 
 
 def test_check_reads_every_run_below(tmp_path: Path) -> None:
-    write(tmp_path / "generator", training(1))
+    write_run(tmp_path / "generator", training_frame(1))
     assert said("check", tmp_path).returncode == 0
-    write(tmp_path / "discriminator", training(1, findings=[finding("error")]))
+    write_run(tmp_path / "discriminator", training_frame(1, findings=[finding("error")]))
     found = said("check", tmp_path)
     assert found.returncode == 1
     assert found.stdout.startswith(f"{tmp_path / 'discriminator'}: error: ")
@@ -457,7 +440,7 @@ def test_check_of_what_tbhooks_never_wrote_to_is_2_and_a_sentence(tmp_path: Path
     for where in (scalars_of_a_trainer(tmp_path / "scalars"), tmp_path, tmp_path / "notes.txt"):
         done = said("check", where)
         assert (done.returncode, done.stdout) == (2, "")
-        assert done.stderr.startswith(f"tbhooks check: there is no data of tbhooks in {str(where)!r}")
+        assert done.stderr.startswith(f"tbhooks check: no tbhooks data found in {str(where)!r}")
         assert done.stderr.count("\n") == 1
 
 
@@ -470,31 +453,31 @@ def test_a_report_of_what_is_no_run_is_2_and_a_sentence(
     (tmp_path / name).write_text("" if name.startswith("empty") else "not a run, but long enough for a header\n")
     done = said("report", name, *options)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"tbhooks report: there is nothing to read in {name!r}: {name}: ")
+    assert done.stderr.startswith(f"tbhooks report: no data found in {name!r}: {name}: ")
     assert not (tmp_path / "page.html").exists()
-    assert said("report", write(tmp_path / "fine", training(0)), name).returncode == 2
+    assert said("report", write_run(tmp_path / "fine", training_frame(0)), name).returncode == 2
 
 
 def test_a_report_of_a_directory_whose_frames_are_below_shows_both(tmp_path: Path) -> None:
     scalars_of_a_trainer(tmp_path)
-    write(tmp_path / "tbhooks", training(0), training(1))
+    write_run(tmp_path / "tbhooks", training_frame(0), training_frame(1))
     shown = said("report", tmp_path)
     assert shown.returncode == 0
     assert shown.stdout.startswith(f"{tmp_path / 'tbhooks'}: 2 logged steps, 0 to 1")
     assert "train/grad_norm" in shown.stdout
     assert "train/loss" in shown.stdout
-    write(tmp_path / "another", training(0))
+    write_run(tmp_path / "another", training_frame(0))
     shown = said("report", tmp_path, COLUMNS="400")
     assert "no frames of training" in shown.stdout
-    assert f"runs with frames below it: {tmp_path / 'another'}, {tmp_path / 'tbhooks'}" in " ".join(
+    assert f"runs with tbhooks data below it: {tmp_path / 'another'}, {tmp_path / 'tbhooks'}" in " ".join(
         shown.stdout.split()
     )
 
 
 def test_a_report_of_two_runs_in_one_directory_shows_the_newest_and_says_so(tmp_path: Path) -> None:
     for second, steps in ((0, 9), (1000, 3)):
-        given = [replace(training(step), time=1e9 + second + step) for step in range(steps)]
-        (file,) = write(tmp_path / "made", *given).iterdir()
+        given = [replace(training_frame(step), time=1e9 + second + step) for step in range(steps)]
+        (file,) = write_run(tmp_path / "made", *given).iterdir()
         file.replace(tmp_path / f"events.out.tfevents.{second}")
     shown = said("report", tmp_path, COLUMNS="200")
     assert shown.stdout.startswith(f"{tmp_path}: 3 logged steps, 0 to 2")

@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tbhooks import runs
 from tbhooks.data.frame import KINDS
-from tests.support.noise import without_torch_log
+from tests.support.processes import without_torch_log
 
 SCRIPTS = Path(__file__).parents[3] / "examples" / "scripts"
 EVERY = 5

@@ -18,7 +18,6 @@ from tbhooks.data.artifacts import Channels
 from tbhooks.data.frame import Site
 from tbhooks.reduction import cpu
 from tests.support import fake_device, frames, images, reference, zoo
-from tests.unit.reduction.test_device import plain_loop
 
 
 class Net(nn.Module):
@@ -251,7 +250,7 @@ def test_on_a_device_channels_ride_in_the_one_copy_and_are_the_same_numbers() ->
         def before(model: nn.Module) -> None:
             made.append((tbhooks.watch(model, kept, every=2).per_channel("*"), model))
 
-        plain_loop(case, 5, before, lambda *_: counts.append(len(record.copies)))
+        zoo.plain_loop(case, 5, before, lambda *_: counts.append(len(record.copies)))
         made[0][0].close()
         assert not made[0][0].stats.errors
         return kept.frames

@@ -15,7 +15,6 @@ from tbhooks.capture.packed_step import Read
 from tbhooks.capture.recorder import Recorder
 from tbhooks.data.artifacts import Artifact, Channels, Text
 from tests.support import fake_device, zoo
-from tests.unit.reduction.test_device import plain_loop
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
 
@@ -68,7 +67,7 @@ def trained(case: zoo.Case, looker: Looker, steps: int = 3, **options: Any) -> t
     def before(model: nn.Module) -> None:
         made.append(tbhooks.watch(model, kept, every=1, **options)._add_collector(looker))
 
-    plain_loop(case, steps, before, lambda *_: None)
+    zoo.plain_loop(case, steps, before, lambda *_: None)
     made[0].close()
     return made[0], kept
 
@@ -119,7 +118,7 @@ def test_it_rides_in_the_one_copy_of_the_step() -> None:
 
     with fake_device.Log() as record:
         case = zoo.moved(zoo.ZOO["mlp"], fake_device.to_device, fake_device.put)
-        plain_loop(case, 5, before, lambda *_: counts.append(len(record.copies)))
+        zoo.plain_loop(case, 5, before, lambda *_: counts.append(len(record.copies)))
         assert record.syncs == 0
     watching, _model = made[0]
     watching.close()
@@ -178,7 +177,7 @@ def test_one_that_fails_is_told_once_and_harms_nobody() -> None:
     def before(model: nn.Module) -> None:
         made.append(tbhooks.watch(model, kept, every=1)._add_collector(bad)._add_collector(good))
 
-    plain_loop(zoo.ZOO["mlp"], 3, before, lambda *_: None)
+    zoo.plain_loop(zoo.ZOO["mlp"], 3, before, lambda *_: None)
     made[0].close()
     assert made[0].stats.errors == 1
     assert [message for message in made[0].stats.messages if "Looker: RuntimeError: cannot look" in message]

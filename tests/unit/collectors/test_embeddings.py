@@ -17,7 +17,6 @@ from tbhooks.collectors import embeddings as collector
 from tbhooks.collectors.embeddings import Reservoir, texts
 from tbhooks.data.artifacts import Embedding
 from tests.support import fake_device, zoo
-from tests.unit.reduction.test_device import plain_loop
 
 
 class Net(nn.Module):
@@ -247,7 +246,7 @@ def test_on_a_device_points_ride_in_the_one_copy() -> None:
 
     with fake_device.Log() as record:
         case = zoo.moved(zoo.ZOO["cnn"], fake_device.to_device, fake_device.put)
-        plain_loop(case, 5, before, lambda *_: counts.append(len(record.copies)))
+        zoo.plain_loop(case, 5, before, lambda *_: counts.append(len(record.copies)))
         assert record.syncs == 0
     made[0][0].close()
     assert counts == [1, 1, 2, 2, 3]

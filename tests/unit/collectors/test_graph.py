@@ -26,7 +26,7 @@ from tbhooks.collectors.graph.tracer import Pass
 from tbhooks.data.artifacts import Graph, Node
 from tbhooks.data.frame import ALL_KINDS
 from tests.support import fake_device, zoo
-from tests.unit.reduction.test_device import plain_loop
+from tests.support.graph_models import EVALUATED, TRAINED, Differs, Residual, x
 
 CASES = list(zoo.ZOO)
 
@@ -78,20 +78,7 @@ def node(graph: Graph, name: str) -> Node:
     return found
 
 
-def x(*shape: int) -> Tensor:
-    return torch.ones(shape or (3, 4))
-
-
 # --- Arrows, as a person would draw them ----------------------------------------------------------
-
-
-class Residual(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.two(F.relu(self.one(x)))
 
 
 def test_a_residual_connection_goes_around_what_it_skips() -> None:
@@ -579,7 +566,7 @@ def test_functional_statistics_are_the_same_beside_it() -> None:
             w = tbhooks.watch(model, every=1, kinds=ALL_KINDS)
             made.append((w.graph() if drawn else w, model))
 
-        plain_loop(zoo.ZOO["multihead"], 1, before, lambda *_: None)
+        zoo.plain_loop(zoo.ZOO["multihead"], 1, before, lambda *_: None)
         made[0][0].close()
         (frame,) = made[0][0].history
         return [(site.name, frame[site.name, "functional"].mean) for site in frame.sites if site.kind == "functional"]
@@ -632,7 +619,7 @@ def test_on_a_device_it_waits_for_nothing_and_copies_nothing() -> None:
             made.append((w.graph() if drawn else w, model))
 
         with fake_device.Log() as record:
-            plain_loop(
+            zoo.plain_loop(
                 case, 4, before, lambda *_: (ops.append(sum(record.ops.values())), copies.append(len(record.copies)))
             )
             counts.append(record.syncs)
@@ -695,27 +682,11 @@ def test_micro_batches_are_one_graph() -> None:
 # --- Evaluation -----------------------------------------------------------------------------------
 
 
-class Differs(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.noise, self.calibrate = nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.layer(x)
-        return self.noise(x) if self.training else self.calibrate(x).sigmoid()
-
-
 def evaluate(model: nn.Module) -> None:
     model.eval()
     with torch.no_grad():
         model(x())
     model.train()
-
-
-TRAINED = {"input/x": [], "layer": ["input/x"], "noise": ["layer"], "output": ["noise"]}
-EVALUATED = {
-    "input/x": [], "layer": ["input/x"], "calibrate": ["layer"], "sigmoid": ["calibrate"], "output": ["sigmoid"],
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("every", [1, 100])

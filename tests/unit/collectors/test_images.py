@@ -20,7 +20,6 @@ from tbhooks.collectors import image_tiles
 from tbhooks.data.artifacts import Picture
 from tbhooks.drawing import tensor_grid
 from tests.support import fake_device, images, zoo
-from tests.unit.reduction.test_device import plain_loop
 
 RED = (255, 45, 60)
 
@@ -319,7 +318,7 @@ def test_on_a_device_pictures_ride_in_the_one_copy_and_nothing_waits() -> None:
 
     with fake_device.Log() as record:
         case = zoo.moved(zoo.ZOO["cnn"], fake_device.to_device, fake_device.put)
-        plain_loop(case, 5, before, lambda *_: counts.append(len(record.copies)))
+        zoo.plain_loop(case, 5, before, lambda *_: counts.append(len(record.copies)))
         assert record.syncs == 0
     made[0][0].close()
     assert counts == [1, 1, 2, 2, 3]

@@ -14,7 +14,6 @@ from tbhooks.data.artifacts import Text
 from tbhooks.drawing import model_table
 from tbhooks.drawing.model_table import Layer, Layers
 from tests.support import fake_device, zoo
-from tests.unit.reduction.test_device import plain_loop
 
 
 class Model(nn.Module):
@@ -173,7 +172,7 @@ def test_on_a_device_it_costs_nothing() -> None:
             made.append((w, model, w.summary() if asked else None))
 
         with fake_device.Log() as record:
-            plain_loop(
+            zoo.plain_loop(
                 zoo.moved(zoo.ZOO["mlp"], fake_device.to_device, fake_device.put), 4, before,
                 lambda *_: (ops.append(record.launches.total()), copies.append(len(record.copies))),
             )  # fmt: skip

@@ -18,7 +18,7 @@ from tbhooks.data import stats
 from tbhooks.data.errors import ArgumentError, TbhooksError, UnknownSiteError
 from tbhooks.data.frame import Finding, Frame, Site
 from tests.support import reference
-from tests.unit.data.test_stats import assert_same_stats, row_of
+from tests.support.tensors import assert_same_stats, row_of
 
 DATA = {
     Site("encoder.0", "activation"): np.array([1.0, -2.0, 0.0, np.nan]),

@@ -17,7 +17,7 @@ from tbhooks.data.errors import ArgumentError, UnknownSiteError
 from tbhooks.data.frame import Frame, Site
 from tbhooks.data.history import History
 from tests.support import reference
-from tests.unit.data.test_stats import row_of
+from tests.support.tensors import row_of
 
 A, B = Site("a", "activation"), Site("b", "gradient")
 

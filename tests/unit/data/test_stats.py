@@ -3,62 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from tbhooks.data import stats
 from tbhooks.data.errors import ArgumentError
 from tests.support import reference
-
-Array = NDArray[np.float64]
-
-# Statistics that are read off, not computed: these must be equal to the last bit.
-EXACT = ("count", "min", "max", "abs_max", "zero_fraction", "nan_count", "inf_count")
-COMPUTED = ("mean", "std", "norm", "rms")
+from tests.support.tensors import COMPUTED, EXACT, Array, assert_same_stats, reader, row_of
 
 NUMBERS = st.floats(width=32)
 ARRAYS = st.lists(NUMBERS, max_size=40).map(lambda numbers: np.array(numbers, dtype=np.float64))
 PIECES = st.lists(st.lists(NUMBERS, max_size=8).map(lambda x: np.array(x, dtype=np.float64)), min_size=1, max_size=6)
 
 
-def assert_same_stats(read: Callable[[str], float], data: Array, rel: float = 1e-5, exact_rel: float = 0.0) -> None:
-    """Compares with the reference; a mean or std that cancels is judged against the size of the data."""
-    expected = reference.stats(data)
-    size = 0.0 if math.isnan(expected["abs_max"]) else expected["abs_max"]
-    for name in EXACT:
-        assert read(name) == pytest.approx(expected[name], rel=exact_rel, abs=0.0, nan_ok=True), name
-    for name in COMPUTED:
-        assert read(name) == pytest.approx(expected[name], rel=rel, abs=1e-12 * size, nan_ok=True), name
-
-
-def row_of(data: Array) -> Array:
-    """The row of an array, by definition."""
-    row = np.zeros(stats.WIDTH)
-    finite = data[np.isfinite(data)]
-    known = reference.stats(data)
-    row[stats.COUNT] = data.size
-    row[stats.ZEROS] = np.count_nonzero(data == 0)
-    row[stats.NANS], row[stats.INFS] = known["nan_count"], known["inf_count"]
-    row[stats.MIN], row[stats.MAX] = np.inf, -np.inf
-    if finite.size:
-        row[stats.MEAN], row[stats.MIN], row[stats.MAX] = known["mean"], known["min"], known["max"]
-        row[stats.M2] = known["std"] ** 2 * finite.size
-    return row
-
-
 def merged(rows: Sequence[Array]) -> Array:
     """All rows merged into one."""
     return stats.merge(np.stack(rows), np.zeros(len(rows), dtype=np.intp), 1)[0]
-
-
-def reader(row: Array) -> Callable[[str], float]:
-    return lambda name: float(stats.STATS[name](row[None])[0])
 
 
 def assert_close(one: Array, other: Array) -> None:

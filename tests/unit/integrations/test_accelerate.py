@@ -14,8 +14,7 @@ from torch.nn import functional as F
 
 import tbhooks
 from tbhooks.integrations import accelerate as integration
-from tests.support.frames import event_files, scalar_series
-from tests.support.plainly import (
+from tests.support.digits_training import (
     ACCUMULATED,
     CLIP,
     STEPS,
@@ -27,6 +26,7 @@ from tests.support.plainly import (
     train,
     weights,
 )
+from tests.support.frames import event_files, scalar_series
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,7 @@ from torch.nn import functional as F
 import tbhooks
 from tbhooks.integrations.ignite import attach
 from tests.support import zoo
-from tests.support.frames import scalar_series
-from tests.support.plainly import (
+from tests.support.digits_training import (
     ACCUMULATED,
     STEPS,
     assert_same_numbers,
@@ -25,6 +24,7 @@ from tests.support.plainly import (
     train,
     weights,
 )
+from tests.support.frames import scalar_series
 
 
 def make_trainer(net: nn.Module) -> Engine:

@@ -17,27 +17,24 @@ import pytest
 import pytorch_lightning
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 import tbhooks
 from tbhooks import runs
 from tbhooks.integrations.lightning import WatchCallback
 from tests.support import wandb_file, zoo
-from tests.support.frames import event_files, scalar_series, tags
-from tests.support.plainly import (
+from tests.support.digits_training import (
     ACCUMULATED,
     BATCH,
-    CLIP,
     STEPS,
     assert_same_frames,
     assert_same_numbers,
     loader,
-    make_net,
-    make_optimizer,
     same_bits,
     train,
     weights,
 )
+from tests.support.frames import event_files, scalar_series, tags
+from tests.support.lightning_training import fit, make_module, make_trainer
 
 PACKAGES = {package.__name__: package for package in (lightning.pytorch, pytorch_lightning)}
 
@@ -47,42 +44,6 @@ def _quiet() -> None:
     for name in PACKAGES:
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-
-
-def make_module(package: Any = lightning.pytorch, fails_at: int = -1) -> Any:
-    class Digits(package.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = make_net()
-
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            if batch_idx == fails_at:
-                raise RuntimeError("mine")
-            loss = F.cross_entropy(self.net(batch[0]), batch[1])
-            self.log("loss", loss)
-            return loss
-
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.log("val_loss", F.cross_entropy(self.net(batch[0]), batch[1]))
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return make_optimizer(self)
-
-    return Digits()
-
-
-def make_trainer(directory: Path, callbacks: list[Any], package: Any = lightning.pytorch, **options: Any) -> Any:
-    given = {
-        "max_epochs": 1, "accumulate_grad_batches": ACCUMULATED, "gradient_clip_val": CLIP, "logger": False,
-        "log_every_n_steps": 1, "accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False,
-        "enable_checkpointing": False, "default_root_dir": directory, "val_check_interval": 4, **options,
-    }  # fmt: skip
-    return package.Trainer(callbacks=callbacks, **given)
-
-
-def fit(trainer: Any, module: Any, **options: Any) -> Any:
-    trainer.fit(module, loader(), loader(2), **options)
-    return module
 
 
 @pytest.fixture(scope="module")
@@ -262,7 +223,7 @@ def test_a_compiled_net_is_seen_although_the_sanity_check_runs_it_first(plain: A
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "seen_by"), [("local", 1), ("merge", 2)])
 def test_of_two_ranks_the_first_writes(ranks: str, seen_by: int, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.support.lightning_ranks", str(tmp_path), ranks]
+    command = [sys.executable, "-m", "tests.support.lightning_training", str(tmp_path), ranks]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=environment)
     assert done.returncode == 0, done.stderr

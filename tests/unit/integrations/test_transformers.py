@@ -14,8 +14,7 @@ from transformers import PrinterCallback, Trainer, TrainingArguments
 
 import tbhooks
 from tbhooks.integrations.transformers import WatchCallback
-from tests.support.frames import event_files, scalar_series
-from tests.support.plainly import (
+from tests.support.digits_training import (
     ACCUMULATED,
     BATCH,
     CLIP,
@@ -27,6 +26,7 @@ from tests.support.plainly import (
     same_bits,
     weights,
 )
+from tests.support.frames import event_files, scalar_series
 
 
 class Digits(nn.Module):

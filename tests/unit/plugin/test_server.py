@@ -4,17 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import shutil
-import subprocess
-import sys
-import time
-import urllib.error
-import urllib.parse
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +22,14 @@ from tbhooks.data.frame import Finding, Frame, Site
 from tbhooks.plugin.server import STATIC
 from tbhooks.sinks.tensorboard import STORED_COLUMNS, TensorBoardSink
 from tests.support import frames, reference
-from tests.support.frames import make_frame
+from tests.support.frames import make_frame, write_run
+from tests.support.tensorboard_server import Server
 
 # In one process: each would start servers of its own.
 pytestmark = pytest.mark.xdist_group("plugin_server")
 
 STEPS, MANY = 1500, 40
 OWN_SCALARS = 60
-PATIENCE_S = 120.0
 LOADERS = {
     "load_fast": ["--load_fast=true"],
     "load_slow": ["--load_fast=false", "--path_prefix=/pre/fix"],
@@ -50,13 +42,6 @@ STORED_AS = {"count": 0, "mean": 1, "std": 2, "min": 3, "max": 4, "nan_count": 6
 
 
 # --- Runs ---
-
-
-def write(directory: Path, *given: Frame) -> None:
-    sink = TensorBoardSink(directory, scalars=())
-    for frame in given:
-        sink.write(frame)
-    sink.close()
 
 
 def frame_at(step: int) -> Frame:
@@ -116,11 +101,11 @@ def write_hostile(directory: Path) -> None:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What is copied below each server's log directory."""
     directory = tmp_path_factory.mktemp("written")
-    write(directory / "long", *map(frame_at, range(STEPS)))
+    write_run(directory / "long", *map(frame_at, range(STEPS)), scalars=())
     train(directory / "trained")
     write_hostile(directory / "hostile")
     for i in range(MANY):
-        write(directory / f"many/{i}", make_frame(i, histograms=False))
+        write_run(directory / f"many/{i}", make_frame(i, histograms=False), scalars=())
     with SummaryWriter(str(directory / "scalars only")) as writer:
         for step in range(OWN_SCALARS):
             writer.add_scalar("mine/loss", 1.0 / (step + 1), step)
@@ -128,78 +113,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # --- Servers ---
-
-
-@dataclass
-class Reply:
-    status: int
-    headers: Any
-    content: bytes
-
-    @property
-    def json(self) -> Any:
-        assert self.status == 200, self.content
-        return json.loads(self.content, parse_constant=pytest.fail)
-
-    @property
-    def matrix(self) -> tuple[dict[str, Any], NDArray[np.float32]]:
-        assert self.status == 200, self.content
-        length = int.from_bytes(self.content[:4], "little")
-        header = json.loads(self.content[4 : 4 + length], parse_constant=pytest.fail)
-        return header, np.frombuffer(self.content[4 + length :], "<f4").reshape(len(header["steps"]), header["sites"])
-
-
-class Server:
-    """A TensorBoard process on loopback."""
-
-    def __init__(self, directory: Path, flags: list[str], log: Path) -> None:
-        self.directory, self._log = directory, log
-        self.fast = "--load_fast=true" in flags
-        command = [
-            sys.executable, "-m", "tensorboard.main", "--logdir", str(directory), "--host", "127.0.0.1", "--port", "0",
-            "--reload_interval=1", "--samples_per_plugin=scalars=20", *flags,
-        ]  # fmt: skip
-        with log.open("w") as told:
-            self._process = subprocess.Popen(command, stdout=told, stderr=told, stdin=subprocess.DEVNULL)
-        self._direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-
-    def wait_for(self, ready: Callable[[], Any]) -> Any:
-        deadline = time.monotonic() + PATIENCE_S
-        while time.monotonic() < deadline and self._process.poll() is None:
-            answer = ready()
-            if answer:
-                return answer
-            time.sleep(0.1)
-        raise AssertionError(f"TensorBoard did not get there; it said:\n{self.said[-3000:]}")
-
-    def start(self) -> None:
-        self.address = self.wait_for(lambda: re.search(r"http://127\.0\.0\.1:\d+[^ ]*(?=/ )", self.said))[0]
-
-    @property
-    def said(self) -> str:
-        return self._log.read_text()
-
-    def stop(self) -> None:
-        self._process.kill()
-        self._process.wait(10)
-
-    def get(self, path: str, /, **parameters: object) -> Reply:
-        query = "?" + urllib.parse.urlencode(parameters) if parameters else ""
-        try:
-            with self._direct.open(f"{self.address}/data/{path}{query}", timeout=30) as answer:
-                return Reply(answer.status, answer.headers, answer.read())
-        except urllib.error.HTTPError as refused:
-            return Reply(refused.code, refused.headers, refused.read())
-
-    def ask(self, route: str, /, **parameters: object) -> Reply:
-        return self.get(f"plugin/tbhooks/{route}", **parameters)
-
-    def tab(self) -> dict[str, Any]:
-        listed: dict[str, Any] = self.get("plugins_listing").json["tbhooks"]
-        return listed
-
-    def newest(self) -> dict[str, int]:
-        return {run["name"]: run["last_step"] for run in self.ask("runs").json["runs"]}
 
 
 def is_complete(listed: list[dict[str, Any]]) -> bool:
@@ -214,9 +127,8 @@ def server(request: pytest.FixtureRequest, runs: Path, tmp_path_factory: pytest.
     """Starts over scalars alone, sees that the tab is quiet, and only then gets runs with data of ours."""
     directory = tmp_path_factory.mktemp("logs")
     shutil.copytree(runs / "scalars only", directory / "scalars only")
-    serving = Server(directory, request.param, tmp_path_factory.mktemp("said") / "log")
-    try:
-        serving.start()
+    log = tmp_path_factory.mktemp("printed") / "log"
+    with Server(directory, log, "--samples_per_plugin=scalars=20", *request.param) as serving:
         mine = {"run": "scalars only", "tag": "mine/loss"}
         serving.wait_for(lambda: serving.get("plugin/scalars/scalars", **mine).status == 200)
         assert serving.tab()["enabled"] is False, "no run holds anything of ours"
@@ -224,8 +136,6 @@ def server(request: pytest.FixtureRequest, runs: Path, tmp_path_factory: pytest.
         shutil.copytree(runs, directory, dirs_exist_ok=True)
         serving.wait_for(lambda: is_complete(serving.ask("runs").json["runs"]))
         yield serving
-    finally:
-        serving.stop()
 
 
 # --- The tab ---
@@ -373,7 +283,7 @@ def test_a_hostile_file_costs_its_own_tags_alone(server: Server) -> None:
         assert server.ask("distribution", run="hostile", kind=kind, path="a", step=0).status == 404
         assert server.ask("history", run="hostile", kind=kind, path="a").json["steps"] == []
     assert server.ask("matrix", run="hostile", kind="weight", stat="mean").status == 404
-    assert "Traceback" not in server.said
+    assert "Traceback" not in server.output
 
 
 # --- A log directory lives ---

@@ -19,8 +19,7 @@ from tbhooks.capture.recorder import Recorder
 from tbhooks.data.frame import KINDS, Site
 from tbhooks.reduction import batched
 from tests.support import fake_device, float64_recorder, reference, zoo
-from tests.unit.data.test_stats import assert_same_stats
-from tests.unit.reduction.test_torch_rows import DISTRIBUTIONS, LAYOUTS, REAL, SEEDS, SITE, reduced, tensor_of
+from tests.support.tensors import DISTRIBUTIONS, LAYOUTS, REAL, SEEDS, SITE, assert_same_stats, reduced, tensor_of
 
 CASES = ["mlp", "cnn", "inplace_relu", "shared_module", "dict_output", "tied_weights", "resnet", "bert", "checkpointed"]
 
@@ -44,25 +43,10 @@ def copies_by_step(
             counts.append(len(record.copies))
 
         # zoo.train itself copies tensors out to keep their bytes: a plain loop copies only what we copy.
-        plain_loop(on_device, steps, before, each_step)
+        zoo.plain_loop(on_device, steps, before, each_step)
         syncs = record.syncs
     made[0].close()
     return [b - a for a, b in zip([0, *counts], counts, strict=False)], syncs, made[0]
-
-
-def plain_loop(
-    case: zoo.Case, steps: int, before: Callable[[nn.Module], Any], each_step: Callable[[int, Tensor], None]
-) -> None:
-    torch.manual_seed(0)
-    model = case.build()
-    optimizer = case.optimizer(model.parameters())
-    before(model)
-    for step in range(steps):
-        optimizer.zero_grad()
-        loss = case.loss(model, case.batch())
-        loss.backward()
-        optimizer.step()
-        each_step(step, loss)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -90,7 +74,7 @@ def test_scalars_logged_before_the_step_ends_ride_in_the_same_copy() -> None:
             made.append(tbhooks.watch(model, every=2))
             made.append(model)  # keeps it alive
 
-        plain_loop(on_device, 5, before, lambda *_: counts.append(len(record.copies)))
+        zoo.plain_loop(on_device, 5, before, lambda *_: counts.append(len(record.copies)))
         assert record.syncs == 0
     made[0].close()
     assert counts == [1, 1, 2, 2, 3]
@@ -147,7 +131,7 @@ def test_an_unlogged_step_launches_one_small_reduction_more_than_a_bare_one() ->
         counts: list[int] = []
         kept: list[Any] = []
         with fake_device.Log() as record:
-            plain_loop(
+            zoo.plain_loop(
                 on_device, 4, lambda model: kept.append((model, before(model))),
                 lambda *_: counts.append(sum(record.ops.values())),
             )  # fmt: skip

@@ -19,7 +19,7 @@ from tbhooks.data.errors import ArgumentError
 from tbhooks.data.frame import KINDS, Reading, Site
 from tbhooks.reduction import histogram
 from tests.support import reference
-from tests.unit.reduction.test_torch_rows import DISTRIBUTIONS, LAYOUTS, NARROW, REAL, every_value, reduced, tensor_of
+from tests.support.tensors import DISTRIBUTIONS, LAYOUTS, NARROW, REAL, every_value, reduced, tensor_of
 
 pytestmark = pytest.mark.usefixtures("both_kernels")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,26 +13,23 @@ from torch import Tensor
 
 from tbhooks.capture import recorder as buffer
 from tbhooks.capture.recorder import Recorder
-from tbhooks.data.frame import KINDS, Reading, Site
+from tbhooks.data.frame import KINDS
 from tbhooks.reduction import torch_rows
 from tests.support import reference
-from tests.unit.data.test_stats import assert_same_stats
+from tests.support.tensors import (
+    DISTRIBUTIONS,
+    LAYOUTS,
+    NARROW,
+    REAL,
+    SEEDS,
+    SITE,
+    assert_same_stats,
+    every_value,
+    reduced,
+    tensor_of,
+)
 
 pytestmark = pytest.mark.usefixtures("both_kernels")
-
-SITE = Site("layer", "activation")
-
-REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2)
-NARROW = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
-
-
-def reduced(*tensors: Tensor) -> Reading:
-    """What a frame says of tensors that one site gave in one step."""
-    recorder = Recorder(KINDS)
-    recorder.begin(with_buckets=True)
-    for tensor in tensors:
-        assert recorder.record(recorder.number(SITE), tensor) is not None
-    return recorder.pack(step=0, rank=0).frames()[-1]["layer", "activation"]
 
 
 def assert_reduces(tensor: Tensor, **tolerance: float) -> None:
@@ -41,78 +37,10 @@ def assert_reduces(tensor: Tensor, **tolerance: float) -> None:
     assert_same_stats(lambda name: getattr(reading, name), reference.to_numpy(tensor), **tolerance)
 
 
-def every_value(dtype: torch.dtype) -> Tensor:
-    """All bit patterns of a narrow type, NaN and infinities included."""
-    bits = 8 * dtype.itemsize
-    integers = torch.arange(2**bits) - 2 ** (bits - 1)
-    return integers.to(torch.int8 if bits == 8 else torch.int16).view(dtype)
-
-
-# --- Nasty numbers --------------------------------------------------------------------------------
-
-Rng = np.random.Generator
-
-
-def _sprinkled(rng: Rng, n: int) -> Any:
-    values = rng.normal(size=n)
-    values[rng.random(n) < 0.2] = np.nan
-    values[rng.random(n) < 0.2] = np.inf
-    values[rng.random(n) < 0.2] = -np.inf
-    return values
-
-
-def _outlier(rng: Rng, n: int) -> Any:
-    values = rng.normal(size=n)
-    values[n // 2 : n // 2 + 1] = 1e20
-    return values
-
-
-DISTRIBUTIONS: dict[str, Callable[[Rng, int], Any]] = {
-    "normal": lambda rng, n: rng.normal(size=n),
-    "large_mean": lambda rng, n: rng.normal(1e4, 1e-2, n),
-    "denormal": lambda rng, n: rng.normal(0, 1e-40, n),
-    "half_denormal": lambda rng, n: rng.normal(0, 1e-6, n),
-    "equal": lambda rng, n: np.full(n, rng.normal()),
-    "outlier": _outlier,
-    "sprinkled": _sprinkled,
-    "all_nan": lambda rng, n: np.full(n, np.nan),
-    "all_infinite": lambda rng, n: np.where(rng.random(n) < 0.5, np.inf, -np.inf),
-    "relu": lambda rng, n: np.maximum(rng.normal(size=n), 0),
-    "signed_zeros": lambda rng, n: np.where(rng.random(n) < 0.5, 0.0, -0.0),
-    "huge": lambda rng, n: rng.normal(0, 1e37, n),
-}
-
-
-def _every_second(x: Tensor) -> Tensor:
-    return torch.stack([x, torch.zeros_like(x)], dim=-1).flatten(-2)[..., ::2] if x.dim() else x
-
-
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "contiguous": lambda x: x,
-    "transposed": lambda x: x.transpose(0, -1) if x.dim() > 1 else x,
-    "sliced": _every_second,
-    "offset": lambda x: x.reshape(-1)[1:],
-    "channels_last": lambda x: x.to(memory_format=torch.channels_last) if x.dim() == 4 else x,
-    "expanded": lambda x: x.unsqueeze(-1).expand(*x.shape, 3),
-    "expanded_in_front": lambda x: x.expand(4, *x.shape),
-}
-
 SHAPES = st.one_of(
     st.lists(st.integers(0, 5), max_size=5).map(tuple),
     st.sampled_from([(), (0,), (1,), (1, 1, 1), (3, 0, 2), (2, 3, 4, 5), (997,), (40, 50)]),
 )
-SEEDS = st.integers(0, 2**32 - 1)
-
-
-def tensor_of(shape: tuple[int, ...], dtype: torch.dtype, distribution: str, layout: str, seed: int) -> Tensor:
-    rng = np.random.default_rng(seed)
-    n = int(np.prod(shape, dtype=np.int64))
-
-    def draw() -> Tensor:
-        return torch.tensor(DISTRIBUTIONS[distribution](rng, n), dtype=torch.float64).reshape(shape)
-
-    wide = torch.complex(draw(), draw()) if dtype.is_complex else draw()
-    return LAYOUTS[layout](wide.to(dtype))
 
 
 # --- The promise ----------------------------------------------------------------------------------

@@ -18,8 +18,7 @@ from torch import Tensor
 from tbhooks.data import stats
 from tbhooks.reduction import histogram, triton
 from tests.support import reference
-from tests.unit.data.test_stats import assert_same_stats, reader
-from tests.unit.reduction.test_torch_rows import DISTRIBUTIONS, SEEDS, every_value, tensor_of
+from tests.support.tensors import DISTRIBUTIONS, SEEDS, assert_same_stats, every_value, reader, tensor_of
 
 # Of the whole process, and from the first import of triton on: where there is a GPU, its own tests must run what was
 # compiled, and where torch comes with triton it may be imported already, so these run only if they are asked for.

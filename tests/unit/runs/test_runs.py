@@ -30,12 +30,11 @@ from tbhooks import JsonlSink, MemorySink, runs
 from tbhooks.data.errors import ArgumentError
 from tbhooks.data.frame import Finding, Frame, Site
 from tbhooks.delivery import worker as pump_module
-from tbhooks.runs import Run, stored_frames
+from tbhooks.runs import Run, reader, stored_frames
 from tbhooks.sinks.tensorboard import TensorBoardSink
 from tbhooks.sinks.tensorboard import findings as finding_codec
 from tests.support import frames
-from tests.support.frames import make_frame
-from tests.unit import test_architecture as architecture
+from tests.support.frames import make_frame, write_run
 
 X = Site("x", "activation")
 
@@ -44,14 +43,6 @@ X = Site("x", "activation")
 def roomy(monkeypatch: pytest.MonkeyPatch) -> None:
     """No step of a fast loop is dropped because the machine is busy."""
     monkeypatch.setattr(pump_module, "QUEUE_STEPS", 10_000)
-
-
-def write(directory: Path, *given: Frame) -> Path:
-    sink = TensorBoardSink(directory)
-    for frame in given:
-        sink.write(frame)
-    sink.close()
-    return directory
 
 
 def torch_writer(directory: Path) -> Any:
@@ -151,7 +142,7 @@ def test_a_run_with_everything_that_can_be_shown_has_no_problems(tmp_path: Path,
 
 def test_order_is_that_of_execution_and_site_lists_are_shared(tmp_path: Path) -> None:
     data = {Site(name, "activation"): [1.0] for name in ("z", "a", "m")}
-    run = runs.read(write(tmp_path, make_frame(0, data), make_frame(1, data)))
+    run = runs.read(write_run(tmp_path, make_frame(0, data), make_frame(1, data)))
     assert [site.path for site in run.frames[0].sites] == ["z", "a", "m"]
     assert run.frames[0].sites is run.frames[1].sites
 
@@ -159,7 +150,7 @@ def test_order_is_that_of_execution_and_site_lists_are_shared(tmp_path: Path) ->
 def test_a_site_that_turns_up_later_and_one_that_was_not_seen(tmp_path: Path) -> None:
     late = Site("late", "activation", "[1]")
     wrote = [make_frame(0, {X: [1.0]}), make_frame(1, {X: [2.0], late: [3.0]}), make_frame(2, {late: [4.0]})]
-    run = runs.read(write(tmp_path, *wrote))
+    run = runs.read(write_run(tmp_path, *wrote))
     assert [frame.sites for frame in run.frames] == [(X,), (X, late), (late,)]
     for read, frame in zip(run.frames, wrote, strict=True):
         assert_same_frame(read, frame)
@@ -167,7 +158,7 @@ def test_a_site_that_turns_up_later_and_one_that_was_not_seen(tmp_path: Path) ->
 
 def test_steps_without_histograms_have_none_and_numbers_that_are_no_numbers_are_counted(tmp_path: Path) -> None:
     sick = make_frame(1, {X: [1.0, math.nan, math.inf]}, scalars={"train/loss": math.nan})
-    run = runs.read(write(tmp_path, make_frame(0, histograms=False), sick))
+    run = runs.read(write_run(tmp_path, make_frame(0, histograms=False), sick))
     assert run.frames[0].buckets.shape == (len(frames.SOME), 0)
     assert run.frames[1]["x", "activation"].nan_count == 1
     assert math.isnan(run.scalars["train/loss"].values[0])
@@ -175,16 +166,16 @@ def test_steps_without_histograms_have_none_and_numbers_that_are_no_numbers_are_
 
 def test_scalars_that_came_late_join_the_frame_of_their_step(tmp_path: Path) -> None:
     run = runs.read(
-        write(tmp_path, make_frame(4, scalars={"a/b": 1.0}), make_frame(4, {}, scalars={"train/loss": 2.5}))
+        write_run(tmp_path, make_frame(4, scalars={"a/b": 1.0}), make_frame(4, {}, scalars={"train/loss": 2.5}))
     )
     assert dict(run.frames[0].scalars) == {"a/b": 1.0, "train/loss": 2.5}
     assert len(run.frames) == 1
 
 
 def test_a_resumed_run_has_each_step_once_as_it_was_the_last_time(tmp_path: Path) -> None:
-    write(tmp_path, make_frame(0, {X: [1.0]}), make_frame(2, {X: [2.0]}, scalars={"train/loss": 1.0}))
+    write_run(tmp_path, make_frame(0, {X: [1.0]}), make_frame(2, {X: [2.0]}, scalars={"train/loss": 1.0}))
     time.sleep(1.1)  # the writer names its file by the second
-    write(tmp_path, make_frame(2, {X: [5.0]}, scalars={"train/loss": 7.0}), make_frame(1, {X: [6.0]}))
+    write_run(tmp_path, make_frame(2, {X: [5.0]}, scalars={"train/loss": 7.0}), make_frame(1, {X: [6.0]}))
     assert len(frames.event_files(tmp_path)) == 2
     run = runs.read(tmp_path)
     assert [(frame.step, frame["x", "activation"].mean) for frame in run.frames] == [(0, 1.0), (1, 6.0), (2, 5.0)]
@@ -204,7 +195,7 @@ def run_of(second: int, mean: float, steps: range) -> list[Frame]:
 
 def event_file(directory: Path, name: str, *given: Frame) -> Path:
     """Frames in a file of this name: the order of names is the order files were made in."""
-    (file,) = frames.event_files(write(directory / "made", *given))
+    (file,) = frames.event_files(write_run(directory / "made", *given))
     return file.replace(directory / f"events.out.tfevents.{name}")
 
 
@@ -226,7 +217,7 @@ def test_of_two_runs_in_one_directory_the_newest_is_read_and_that_is_said(tmp_pa
 
 def test_a_run_that_begins_again_in_the_same_file_is_another_run(tmp_path: Path) -> None:
     given = [*run_of(0, 1.0, range(8)), *run_of(1000, 2.0, range(4))]
-    run = runs.read(write(tmp_path / "events", *given))
+    run = runs.read(write_run(tmp_path / "events", *given))
     assert [frame["x", "activation"].mean for frame in run.frames] == [2.0] * 4
     assert run.scalars["train/loss"].values.tolist() == [2.0] * 4
     assert "2 runs were written here" in run.problems[0]
@@ -244,7 +235,7 @@ def test_runs_in_event_files_and_in_lines_are_two_unless_they_are_the_same(
     tmp_path: Path, lines_are_newer: bool
 ) -> None:
     old, new = run_of(0, 1.0, range(8)), run_of(1000, 2.0, range(4))
-    write(tmp_path, *(old if lines_are_newer else new))
+    write_run(tmp_path, *(old if lines_are_newer else new))
     sink = JsonlSink(tmp_path / "f.jsonl")
     for frame in new if lines_are_newer else old:
         sink.write(frame)
@@ -297,7 +288,7 @@ def test_evaluations_alone_are_told_apart_as_well(tmp_path: Path) -> None:
 
 
 def test_a_file_of_its_own_may_be_named_instead_of_the_directory(tmp_path: Path) -> None:
-    (file,) = frames.event_files(write(tmp_path, make_frame(3)))
+    (file,) = frames.event_files(write_run(tmp_path, make_frame(3)))
     assert [frame.step for frame in runs.read(str(file)).frames] == [3]
 
 
@@ -326,7 +317,7 @@ def test_many_scalars_read_alike_whether_the_steps_look_the_same_or_not(tmp_path
         )
         for step in range(8)
     ]
-    run = runs.read(write(tmp_path, *wrote))
+    run = runs.read(write_run(tmp_path, *wrote))
     for frame in wrote:
         for site in frame.sites:
             steps, values = run.scalars[f"activation.mean/{site.name}"]
@@ -337,7 +328,7 @@ def test_many_scalars_read_alike_whether_the_steps_look_the_same_or_not(tmp_path
 
 
 def test_frames_read_back_pickle_and_are_not_writeable(tmp_path: Path) -> None:
-    (frame,) = runs.read(write(tmp_path, make_frame(0))).frames
+    (frame,) = runs.read(write_run(tmp_path, make_frame(0))).frames
     again = pickle.loads(pickle.dumps(frame))
     np.testing.assert_array_equal(again.buckets, frame.buckets)
     assert replace(frame, step=5).buckets.shape == frame.buckets.shape
@@ -354,7 +345,7 @@ def test_frames_in_jsonl_are_read_exactly_and_win_over_event_files(tmp_path: Pat
     sink.write(wrote)
     sink.write(make_frame(2, {}, scalars={"train/late": 0.2}))
     sink.close()
-    write(tmp_path, wrote)
+    write_run(tmp_path, wrote)
     run = runs.read(tmp_path)
     assert run.problems == []
     (frame,) = run.frames
@@ -412,7 +403,9 @@ def test_findings_come_back_equal_and_once_a_rule_and_site(tmp_path: Path) -> No
     nowhere = Finding(1, None, "loss_spike", "info", "no place", {})
     again = replace(first, step=1)
     run = runs.read(
-        write(tmp_path, make_frame(0, findings=[first]), make_frame(1, findings=[again, other, nowhere]), make_frame(2))
+        write_run(
+            tmp_path, make_frame(0, findings=[first]), make_frame(1, findings=[again, other, nowhere]), make_frame(2)
+        )
     )
     assert [frame.findings for frame in run.frames] == [(first,), (again, other, nowhere), ()]
     assert run.findings == [first, other, nowhere]
@@ -420,7 +413,7 @@ def test_findings_come_back_equal_and_once_a_rule_and_site(tmp_path: Path) -> No
 
 def test_a_finding_about_an_evaluation_does_not_make_a_training_step_one(tmp_path: Path) -> None:
     about = Finding(0, Site("x", "eval.activation"), "mine", "info", "the evaluation before was odd", {})
-    run = runs.read(write(tmp_path, make_frame(0, findings=[about])))
+    run = runs.read(write_run(tmp_path, make_frame(0, findings=[about])))
     assert [frame.is_evaluation for frame in run.frames] == [False]
     assert run.findings == [about]
     assert_same_frame(run.frames[0], make_frame(0, findings=[about]))
@@ -457,7 +450,7 @@ def test_what_is_no_finding_raises_value_error_only(content: bytes) -> None:
 
 
 def test_find_lists_every_run_below(tmp_path: Path) -> None:
-    write(tmp_path / "b" / "one", make_frame(0))
+    write_run(tmp_path / "b" / "one", make_frame(0))
     JsonlSink(tmp_path / "a" / "f.jsonl").write(make_frame(0))
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "data.jsonl").write_text('{"text": "not ours"}\n')
@@ -465,7 +458,7 @@ def test_find_lists_every_run_below(tmp_path: Path) -> None:
 
 
 def test_a_directory_that_is_missing_empty_or_holds_runs_below_is_refused_with_what_is_there(tmp_path: Path) -> None:
-    write(tmp_path / "digits", make_frame(0))
+    write_run(tmp_path / "digits", make_frame(0))
     with pytest.raises(ArgumentError, match=r"no directory '.*digit': .* did you mean 'digits'"):
         runs.read(tmp_path / "digit")
     with pytest.raises(ArgumentError, match=r"below it: .*digits"):
@@ -482,14 +475,14 @@ def test_a_directory_that_is_missing_empty_or_holds_runs_below_is_refused_with_w
 
 def test_progress_ends_at_all_the_bytes_there_are(tmp_path: Path) -> None:
     told: list[tuple[int, int]] = []
-    (file,) = frames.event_files(write(tmp_path, make_frame(0), make_frame(1)))
+    (file,) = frames.event_files(write_run(tmp_path, make_frame(0), make_frame(1)))
     runs.read(tmp_path, lambda done, total: told.append((done, total)))
     assert told[-1] == (file.stat().st_size, file.stat().st_size)
     assert told == sorted(told)
 
 
 def test_files_that_are_no_files_and_empty_ones_are_said(tmp_path: Path) -> None:
-    write(tmp_path, make_frame(0))
+    write_run(tmp_path, make_frame(0))
     os.mkfifo(tmp_path / "a.tfevents")
     (tmp_path / "b.tfevents").touch()
     (tmp_path / "c.tfevents").symlink_to("/dev/zero")
@@ -528,7 +521,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """A real file of three steps, with findings."""
     where = tmp_path_factory.mktemp("small")
     given = [make_frame(step, {X: [1.0, 2.0 + step]}, findings=[finding(step)] if step else []) for step in range(3)]
-    (file,) = frames.event_files(write(where, *given))
+    (file,) = frames.event_files(write_run(where, *given))
     return file.read_bytes()
 
 
@@ -584,7 +577,7 @@ def test_tensors_whose_description_was_lost_are_said(tmp_path: Path, small: byte
     run = read_bytes(tmp_path / "r", small[: starts[1]] + small[starts[2] :])
     assert not any(frame.sites for frame in run.frames)
     assert [f.step for f in run.findings] == [1]
-    assert any("nothing before it says what it is" in problem for problem in run.problems)
+    assert any("unknown tag (no metadata)" in problem for problem in run.problems)
     assert run.scalars["activation.mean/x"].steps.tolist() == [1, 2]
 
 
@@ -595,7 +588,7 @@ def test_a_description_is_valid_in_its_own_file_only(tmp_path: Path, small: byte
     (tmp_path / "r" / "a.tfevents").write_bytes(small[: starts[2]])
     run = read_bytes(tmp_path / "r", small[: starts[1]] + small[starts[3] :])
     assert [(frame.step, len(frame.sites)) for frame in run.frames] == [(0, 1), (2, 0)]
-    assert any("nothing before it says what it is" in problem for problem in run.problems)
+    assert any("unknown tag (no metadata)" in problem for problem in run.problems)
 
 
 def test_many_damaged_records_are_counted_and_not_listed(tmp_path: Path, small: bytes) -> None:
@@ -781,7 +774,7 @@ def test_histograms_that_are_none_are_skipped_and_said(tmp_path: Path, small: by
 
 
 def test_histograms_found_unsound_only_later_are_none_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runs, "_CHECKED_AT_ONCE", 0)
+    monkeypatch.setattr(reader, "_CHECKED_BYTES", 0)
     (tmp_path / "x.tfevents").write_bytes(counts_event(CONTENTS["bomb behind a sound header"]))
     run = runs.read(tmp_path)
     assert run.problems == []
@@ -821,29 +814,3 @@ def test_a_running_run_is_read_as_far_as_it_is(tmp_path: Path) -> None:
         sink.flush()
         assert [frame.step for frame in runs.read(tmp_path).frames] == list(range(step + 1))
     sink.close()
-
-
-READING = (
-    "runs",
-    "runs.records",
-    "runs.scalars",
-    "runs.stored",
-    "runs.digest",
-    "runs.compare",
-    "overview",
-    "render",
-    "heatmap",
-    "page",
-)
-
-
-@pytest.mark.parametrize("name", READING)
-def test_reading_needs_no_torch(name: str) -> None:
-    """Nor does anything it imports: only opening a writer of one's own does, which reading never does."""
-    reached, pending = set(), {name}
-    while pending:
-        module = pending.pop()
-        reached.add(module)
-        pending |= architecture.own(architecture.of_module(module)) - reached - {""}
-    assert not [module for module in reached if "torch" in architecture.packages(architecture.of_module(module))]
-    assert not reached & (architecture.CAPTURE | {"watch", "pump"})

@@ -21,9 +21,9 @@ from torch.utils.tensorboard import SummaryWriter
 import tbhooks
 from tbhooks.data.artifacts import Graph, Node
 from tbhooks.sinks.tensorboard import graphs
-from tests.support import waiting
-from tests.support.serving import serving
-from tests.unit.collectors.test_graph import EVALUATED, TRAINED, Differs, Residual, x
+from tests.support.graph_models import EVALUATED, TRAINED, Differs, Residual, x
+from tests.support.processes import wait_until
+from tests.support.tensorboard_server import Server
 
 # In one process: each would start servers of its own.
 pytestmark = pytest.mark.xdist_group("tensorboard_server")
@@ -94,7 +94,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=["true", "false"], ids=["load_fast", "load_slow"])
 def ask(request: pytest.FixtureRequest, runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
-    with serving(runs, request.param, tmp_path_factory.mktemp("told") / "server.log") as server:
+    with Server(runs, tmp_path_factory.mktemp("server") / "log", f"--load_fast={request.param}") as server:
 
         def fetch(route: str, **query: str) -> str:
             url = f"{server.address}/data/plugin/{route}?{urllib.parse.urlencode(query)}"
@@ -143,7 +143,7 @@ def test_a_graph_of_the_users_own_stays_what_the_run_shows(ask: Ask) -> None:
 
 
 def test_a_run_that_goes_on_shows_its_newest_graph(ask: Ask) -> None:
-    assert waiting.until(lambda: arrows(graph(ask, run="again")) == TRAINED, 20.0)
+    assert wait_until(lambda: arrows(graph(ask, run="again")) == TRAINED, 20.0)
 
 
 def test_evaluations_with_a_writer_of_their_own_have_their_graph_there(ask: Ask) -> None:

@@ -23,7 +23,7 @@ from torch import nn
 
 import tbhooks
 from tbhooks.api import validation
-from tests.support.serving import serving
+from tests.support.tensorboard_server import Server
 
 pytestmark = pytest.mark.xdist_group("tensorboard_server")
 
@@ -76,7 +76,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list
 def post(
     request: pytest.FixtureRequest, runs: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Post]:
-    with serving(runs[0], request.param, tmp_path_factory.mktemp("server") / "server.log") as server:
+    with Server(runs[0], tmp_path_factory.mktemp("server") / "log", f"--load_fast={request.param}") as server:
 
         def ask(route: str, body: dict[str, Any] | None) -> Any:
             content = None if body is None else json.dumps(body).encode()

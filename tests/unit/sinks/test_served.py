@@ -16,7 +16,7 @@ from tbhooks import Frame, MemorySink
 from tbhooks.data.artifacts import Channels, Embedding, Picture
 from tbhooks.delivery import worker as pump_module
 from tests.support import images
-from tests.unit.plugin.test_server import Server
+from tests.support.tensorboard_server import Server
 
 pytestmark = pytest.mark.xdist_group("tensorboard_server")
 
@@ -56,14 +56,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Frame]]:
 def server(
     request: pytest.FixtureRequest, run: tuple[Path, list[Frame]], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    log = tmp_path_factory.mktemp("said") / "log"
-    serving = Server(run[0].parent, [f"--load_fast={request.param}"], log)
-    try:
-        serving.start()
+    log = tmp_path_factory.mktemp("printed") / "log"
+    with Server(run[0].parent, log, f"--load_fast={request.param}") as serving:
         serving.wait_for(lambda: serving.ask("runs").status == 200 and serving.newest().get("run") == STEPS - 1)
         yield serving
-    finally:
-        serving.stop()
 
 
 def shown(frames: list[Frame], kind: type) -> dict[int, list[Any]]:

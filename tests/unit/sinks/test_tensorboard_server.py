@@ -17,7 +17,7 @@ import tbhooks
 from tbhooks import Frame, MemorySink
 from tbhooks.delivery import worker as pump_module
 from tests.support import frames
-from tests.support.serving import serving
+from tests.support.tensorboard_server import Server
 
 # In one process: each would start servers of its own.
 pytestmark = pytest.mark.xdist_group("tensorboard_server")
@@ -48,7 +48,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Frame]]:
 @pytest.fixture(params=["true", "false"], ids=["load_fast", "load_slow"])
 def ask(request: pytest.FixtureRequest, run: tuple[Path, list[Frame]], tmp_path: Path) -> Iterator[Ask]:
     """Asks a server on loopback, which is killed in the end, for a route's data of a tag."""
-    with serving(run[0], request.param, tmp_path / "server.log") as server:
+    with Server(run[0], tmp_path / "server.log", f"--load_fast={request.param}") as server:
 
         def fetch(route: str, tag: str) -> Any:
             query = urllib.parse.urlencode({"run": ".", "tag": tag})

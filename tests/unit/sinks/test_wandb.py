@@ -16,10 +16,10 @@ import tbhooks
 from tbhooks.data.frame import Finding, Site
 from tbhooks.sinks import wandb as sink_module
 from tests.support import wandb_file
+from tests.support.digits_training import make_net, same_bits, weights
+from tests.support.digits_training import train as train_on_digits
 from tests.support.frames import make_frame
 from tests.support.loops import mlp, sgd, steps_of, train
-from tests.support.plainly import make_net, same_bits, weights
-from tests.support.plainly import train as train_on_digits
 
 pytestmark = pytest.mark.xdist_group("wandb")  # a service in the background, which they share
 

@@ -329,7 +329,7 @@ def test_a_click_is_answered_with_the_distribution_of_that_step(watching: Any, w
 
 SETUP = """
 import tbhooks
-from tests.frames import make_model, make_optimizer, train_step
+from tests.support.frames import make_model, make_optimizer, train_step
 def watched():
     model = make_model()
     optimizer = make_optimizer(model)

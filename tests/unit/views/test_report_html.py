@@ -24,7 +24,7 @@ from tbhooks.drawing.heatmap import LEVELS, PALETTE, Scale
 from tbhooks.runs import Run, report_data
 from tbhooks.runs.report_data import Grid
 from tbhooks.views import report_html
-from tests.support.frames import make_frame
+from tests.support.frames import make_frame, training_frame, write_run
 
 VOID = {"meta", "img", "image", "br"}
 HOSTILE = [
@@ -152,9 +152,7 @@ def test_runs_of_next_to_nothing_make_a_page() -> None:
 
 
 def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from tests.unit.cli.test_report import training, write
-
-    where = write(tmp_path / "r", training(0), training(1))
+    where = write_run(tmp_path / "r", training_frame(0), training_frame(1))
     assert commands.main(["report", str(where), "--html", str(tmp_path / "p.html")]) == 0
     assert "p.html" in capsys.readouterr().out
     read = checked((tmp_path / "p.html").read_text(encoding="utf-8"))

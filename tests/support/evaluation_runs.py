@@ -21,6 +21,7 @@ from tbhooks import MemorySink
 from tbhooks.capture.tensor_tree import inputs, tensors
 from tbhooks.data.frame import ROOT, Frame
 from tests.support import float64_recorder, reference, zoo
+from tests.support.float64_recorder import Float64Recorder
 from tests.support.loops import steps_of
 
 
@@ -160,7 +161,7 @@ def closed(run: Run) -> tuple[list[Frame], list[Frame]]:
 
 
 def expected_training(script: str) -> list[float64_recorder.Step]:
-    run = start(float64_recorder.Twin).do(script.replace("e", ""))
+    run = start(Float64Recorder).do(script.replace("e", ""))
     run.watcher.close()
     return run.watcher.steps
 

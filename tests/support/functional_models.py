@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,17 +25,8 @@ SDPA = "scaled_dot_product_attention"
 
 
 def depth() -> int:
+    """How many torch function modes are on the stack."""
     return len(_get_current_function_mode_stack())
-
-
-@pytest.fixture(autouse=True)
-def _no_mode_left_behind() -> Iterator[None]:
-    assert depth() == 0
-    yield
-    left = depth()
-    while depth():
-        torch._C._pop_torch_function_stack()
-    assert left == 0
 
 
 class Tutorial(nn.Module):
@@ -62,7 +53,7 @@ CNN = replace(zoo.ZOO["cnn"], build=Tutorial, loss=lambda model, batch: F.nll_lo
 
 
 def kept_operations(steps: int) -> list[float64_recorder.Step]:
-    """What the operations of an unwatched tutorial CNN return, and everything else its twin sees."""
+    """What the operations of an unwatched tutorial CNN return, and everything else the float64 recorder keeps."""
     kept: list[float64_recorder.Step] = []
 
     def before(model: Any) -> None:
