@@ -24,7 +24,7 @@ from tbhooks.capture.autograd import in_backward, is_traced, without_dispatch_mo
 from tbhooks.capture.dynamo import dynamo_disable
 from tbhooks.capture.hooks.hook_types import ForwardHook
 from tbhooks.capture.hooks.observer import Observer
-from tbhooks.capture.preserve_state import gradients_aside, untouched
+from tbhooks.capture.preserve_state import preserved, without_gradients
 from tbhooks.capture.recorder import Recorder
 from tbhooks.capture.selection import Selector
 from tbhooks.capture.session import CaptureSession
@@ -85,7 +85,7 @@ def peek(model: nn.Module, /, *args: Any, loss: Loss = None, keep: Any = None, *
     report = Report()
     recorder = Recorder(KINDS if loss is None else KINDS_WITH_LOSS)
     observer = _PeekObserver(model, recorder, report, _chosen(model, keep))
-    with _watches_paused(model), untouched(model, dict(tensor_tree.inputs(args, kwargs))) as unrestored:
+    with _watches_paused(model), preserved(model, dict(tensor_tree.inputs(args, kwargs))) as unrestored:
         notes = _run(model, args, kwargs, loss, observer, recorder, report)
         frame = _frame(recorder)
     judged = RuleEngine(ONE_PASS_RULES, History())(frame)
@@ -255,7 +255,7 @@ def _backward(loss: Tensor, model: nn.Module, begin: int) -> None:
             "cannot run without it: call peek() without a loss, or checkpoint with use_reentrant=False"
         )
     else:
-        with gradients_aside(leaf for leaf in graph.leaves if id(leaf) not in own):
+        with without_gradients(leaf for leaf in graph.leaves if id(leaf) not in own):
             torch.autograd.backward(loss, retain_graph=graph.is_older)
 
 
@@ -288,8 +288,8 @@ class _PeekObserver(Observer):
         self._sizes: dict[str, int] = {}
         self._calls: dict[str, int] = {}
 
-    def saw_output(self, hook: ForwardHook, output: object) -> None:
-        super().saw_output(hook, output)
+    def on_output(self, hook: ForwardHook, output: object) -> None:
+        super().on_output(hook, output)
         if in_backward() or is_traced():
             return
         with self._report.guarded(f"output of {hook.path}"), without_dispatch_modes():
@@ -344,7 +344,7 @@ def _watches_paused(model: nn.Module) -> Iterator[None]:
 def _paused(session: CaptureSession) -> Iterator[None]:
     """Like `Watch.paused`, but the open step goes on afterwards as if nothing had happened."""
     observer, replay = session.observer, session._replay
-    seen, was_open, were_on = observer.seen, observer.gate.open, observer.placement._are_on
+    seen, was_open, were_on = observer.seen, observer.gate.open, observer.placement.is_attached
     passes = [] if replay is None else replay._passes
     session.pause()
     observer.remove()

@@ -20,12 +20,12 @@ from typing import Any
 
 import numpy as np
 import torch
-import wrapt
 from torch import distributed
 
 from tbhooks.capture import sharded_tensors
 from tbhooks.capture.rank_context import RankContext
 from tbhooks.data.errors import ArgumentError
+from tbhooks.data.patching import wrapping
 from tbhooks.data.process_rank import rank_and_world
 from tbhooks.data.self_report import Report, describe_exception
 from tbhooks.data.step_table import MergedStep, StepTable
@@ -222,20 +222,16 @@ class BeforeProcessGroupEnds:
 
     def __init__(self) -> None:
         self._drains: dict[int, Callable[[], None]] = {}
-        self._original: Any = None
+        self._patch = wrapping("torch.distributed", "destroy_process_group", self._around, "torch 2.9 to 2.13")
 
     def add(self, key: int, drain: Callable[[], None]) -> None:
         self._drains[key] = drain
-        if self._original is None:
-            self._original = distributed.destroy_process_group
-            wrapt.wrap_function_wrapper(distributed, "destroy_process_group", self._around)
+        self._patch.acquire(self)
 
     def discard(self, key: int) -> None:
         self._drains.pop(key, None)
-        if not self._drains and self._original is not None:
-            if getattr(distributed.destroy_process_group, "__wrapped__", None) is self._original:
-                setattr(distributed, "destroy_process_group", self._original)  # noqa: B010  it is a wrapped one there
-            self._original = None
+        if not self._drains:
+            self._patch.release(self)
 
     def _around(self, wrapped: Any, _instance: Any, args: Any, kwargs: Any) -> Any:
         group = args[0] if args else kwargs.get("group")

@@ -25,7 +25,7 @@ from tbhooks.capture.autograd import in_backward
 from tbhooks.capture.dynamo import dynamo_disable
 from tbhooks.capture.hooks.manager import hook_forward, hook_tensor
 from tbhooks.capture.hooks.observer import Observer
-from tbhooks.capture.preserve_state import Snapshot, untouched
+from tbhooks.capture.preserve_state import Snapshot, preserved
 from tbhooks.capture.recorder import Recorder
 from tbhooks.capture.selection import Selector
 from tbhooks.data.frame import ROOT, Finding, Frame, Site
@@ -161,7 +161,7 @@ class Replay:
         given = [tensor for kept in self._passes for _, tensor in tensor_tree.inputs(kept.args, kept.kwargs)]
         with (
             _without_hooks_of(self._observer),
-            untouched(model, {}, more=given) as unrestored,
+            preserved(model, {}, more=given) as unrestored,
             run_eagerly(),
             _everything_read(model) as recorder,
             sharded_tensors.alone(),
@@ -180,7 +180,7 @@ def _keep_gradient(kept: dict[str, Tensor], index: str, gradient: Tensor | None)
 
 
 def _values(gradient: Tensor) -> Tensor:
-    local = sharded_tensors.here(gradient)
+    local = sharded_tensors.local_tensor(gradient)
     gradient = gradient if local is None else local
     gradient = gradient.coalesce().values() if gradient.layout is torch.sparse_coo else gradient
     gradient = torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
