@@ -360,4 +360,4 @@ class Watch:
 
 def lifecycle_of(watch: Watch) -> Lifecycle:
     """The part of a watch that other layers of tbhooks may use. Not part of the public API."""
-    return watch._lifecycle
+    return watch._lifecycle  # noqa: SLF001  the one way in, so that users see only the public methods
