@@ -15,6 +15,7 @@ from tbhooks.data.step_table import RANKS
 from tests.support import float64_recorder, jobs
 from tests.support.float64_recorder import Float64Recorder
 from tests.support.process_pool import ProcessPool
+from tests.support.slow import slow
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -49,9 +50,9 @@ LAYOUTS = [
     ("ddp", 4, False, 1), ("ddp", 2, True, 2), ("ddp_unused", 2, True, 1), ("ddp_compiled", 2, False, 1),
     ("fsdp", 4, False, 1), ("fsdp", 2, True, 1), ("fsdp_checkpointed", 2, False, 1), ("hsdp", 4, False, 1),
     ("tensor_parallel", 2, True, 1), ("fsdp_and_tensor_parallel", 4, False, 1),
-    pytest.param("ddp_static", 2, False, 1, marks=pytest.mark.slow),
-    pytest.param("fsdp_unresharded", 2, False, 1, marks=pytest.mark.slow),
-    pytest.param("tensor_parallel", 2, False, 1, marks=pytest.mark.slow),
+    pytest.param("ddp_static", 2, False, 1, marks=slow("another option of a layout that is in make test")),
+    pytest.param("fsdp_unresharded", 2, False, 1, marks=slow("another option of a layout that is in make test")),
+    pytest.param("tensor_parallel", 2, False, 1, marks=slow("another option of a layout that is in make test")),
 ]  # fmt: skip
 
 
@@ -86,8 +87,8 @@ def test_merged_numbers_are_those_of_one_process_with_all_batches_and_training_i
     ("wrap", "up"),
     [
         ("fsdp", 16),
-        pytest.param("tensor_parallel", 8, marks=pytest.mark.slow),
-        pytest.param("ddp", 16, marks=pytest.mark.slow),
+        pytest.param("tensor_parallel", 8, marks=slow("another option of a layout that is in make test")),
+        pytest.param("ddp", 16, marks=slow("another option of a layout that is in make test")),
     ],
 )
 def test_of_a_model_in_pieces_the_first_rank_shows_what_it_holds(

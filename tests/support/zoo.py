@@ -734,3 +734,14 @@ ZOO: dict[str, Case] = {
         Case("mixtral", _MIXTRAL, _tokens, _language_loss),
     )
 }
+
+# What `make test` takes of the zoo where every case takes long: all small models, and of the large ones a convolutional
+# network, a transformer with checkpoints and a mixture of experts. The others are made of the same kinds of modules.
+LARGE = ("resnet", "vit", "gpt2", "gpt2_checkpointed", "bert", "albert", "t5", "llama", "mamba", "mixtral")
+ALWAYS = frozenset(ZOO) - frozenset(LARGE) | {"resnet", "gpt2_checkpointed", "mixtral"}
+# The least of it: a plain model, a convolution, an operation in place, a module called twice, recurrence, attention, an
+# output that is no tensor, keyword arguments, a checkpoint, sparse gradients and half precision.
+FEW = frozenset({
+    "mlp", "cnn", "inplace_relu", "shared_module", "lstm", "multihead", "dict_output", "kwargs_only", "checkpointed",
+    "sparse_embedding", "autocast",
+})  # fmt: skip
