@@ -195,8 +195,10 @@ class WatchRequests:
         if not self._idle and self._place.rank == 0:
             if directory is None or "://" in directory:
                 raise ArgumentError("profile() writes beside the run: give watch() a local directory or SummaryWriter")
-            place, observer = Path(directory) / "tbhooks-profile", self._session.observer
-            profile = Profile(first, last, place, observer, self._worker.submit, self._report)
+            place, session = Path(directory) / "tbhooks-profile", self._session
+            profile = Profile(
+                first, last, place, session.forwards, session.observer.gate, self._worker.submit, self._report
+            )
             self._session.profiles.append(profile)
             if first == now:
                 profile.start()

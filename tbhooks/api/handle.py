@@ -61,8 +61,10 @@ class Watch(WatchRequests):
         self._unwritten: list[Finding] = []
         # A rank of a job may be killed at any time: what is written is to be on disk.
         self._worker = Worker(sinks, self._judged, self._report, flushes=is_of_a_job())
-        self._session = CaptureSession(model, selector, kinds, schedule, mode, place, self._worker.submit, self._report)
-        self._session.raises = self._reactions.raise_if_asked
+        self._session = CaptureSession(
+            model, selector, kinds, schedule, mode, place, self._worker.submit, self._reactions.raise_if_asked,
+            self._report,
+        )  # fmt: skip
         self._model = weakref.ref(unwrap(model))
         self._sinks = sinks
         self._sinks_of = sinks_of
@@ -200,7 +202,7 @@ class Watch(WatchRequests):
     def findings(self) -> Findings:
         """What the rules found so far, oldest first, once a rule and place."""
         self.history  # noqa: B018  reading it waits for the pump
-        return Findings(once_each(sorted([*self._replayed, *self._judge.findings], key=lambda finding: finding.step)))
+        return self._current_findings()
 
     @property
     def stats(self) -> Stats:
@@ -223,16 +225,29 @@ class Watch(WatchRequests):
         from tbhooks.views import display  # noqa: PLC0415  loaded only when something is shown
 
         self._check_usable()
-        live: LiveView = display("live", self, kind, stat, interactive=interactive)
+        live: LiveView = display(
+            "live", self, kind, stat, interactive, history=self._history, report=self._report, kinds=self._kinds,
+            findings=self._current_findings, stats=lambda: self.stats, follow=self._follow, settle=self._settle,
+        )  # fmt: skip
         return live
 
     def heatmap(self, kind: str = "activation", stat: str = "std", width: float = 7.0) -> Figure:
         """Layers by steps as a matplotlib figure. Needs `tbhooks[plot]`."""
         return self.history.figure(stat, kind, width)
 
+    def _current_findings(self) -> Findings:
+        """The findings so far, without waiting for the worker."""
+        return Findings(once_each(sorted([*self._replayed, *self._judge.findings], key=lambda finding: finding.step)))
+
     def _follow(self, follower: Follower) -> None:
-        """It is shown every frame from now on, by the pump's thread, and told when the watch closes."""
-        self._worker.add(Following(follower, self._report))
+        """Calls the follower with every frame from now on, in the worker's thread, and when the watch closes."""
+        if not self._closed:
+            self._worker.add(Following(follower, self._report))
+
+    def _settle(self, timeout_s: float) -> None:
+        """Waits at most so long until the steps that have ended are in the history."""
+        self._session.settle()
+        self._worker.wait(timeout_s)
 
     def _repr_mimebundle_(
         self, include: Collection[str] | None = None, exclude: Collection[str] | None = None
@@ -372,7 +387,7 @@ class Watch(WatchRequests):
         self._report.forked()
         self._session.forked()
         self._session.abandon()
-        self._session.forget_everyone()
+        self._session.disconnect()
 
 
 @runtime_checkable

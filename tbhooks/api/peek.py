@@ -277,7 +277,7 @@ class _Collector(Observer):
 
     def __init__(self, model: nn.Module, recorder: Recorder, report: Report, keeps: frozenset[str]) -> None:
         self.selector = Selector(model, None, None)
-        super().__init__(model, self.selector, recorder, report)
+        super().__init__(model, self.selector, recorder, None, report)
         self.outputs: dict[str, Output] = {}
         self.kept: dict[str, Tensor] = {}
         self._keeps = keeps

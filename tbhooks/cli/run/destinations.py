@@ -82,7 +82,7 @@ def _name(target: Target, start: Path) -> str:
 def is_made_by_script() -> bool:
     """Whether the constructor that is being told of was not called by tbhooks, nor by a writer for `add_hparams`."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("tbhooks.running."):
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("tbhooks.cli.run."):
         frame = frame.f_back
     return not frame.f_globals.get("__name__", "").startswith(("tbhooks.", *_WRITERS_OWN))
 
