@@ -18,15 +18,6 @@ from tests.support.fake_device import DEVICE, FakeDeviceTensor, Log, put, to_dev
 from tests.support.slow import COLLECTED, cases
 from tests.support.zoo import ZOO
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 # --- The zoo --------------------------------------------------------------------------------------
 
 
