@@ -289,7 +289,7 @@ class Watch(WatchRequests):
         theirs = {destination for other in open_watches() if other is not self for destination in other._destinations()}
         for sink in sinks:
             if isinstance(sink, HasDestination):
-                sink.drain_before_close(self._drain)
+                sink.flush_before_close(self._drain)
                 if sink.destination in theirs:
                     self._report.log_once(
                         f"another open watch writes to {sink.destination} too: where names are the same, "
@@ -382,7 +382,7 @@ class HasDestination(Protocol):
     @property
     def destination(self) -> str: ...
 
-    def drain_before_close(self, drain: Callable[[], None]) -> None: ...
+    def flush_before_close(self, drain: Callable[[], None]) -> None: ...
 
 
 def open_watches() -> list[Watch]:
