@@ -1,6 +1,8 @@
-"""One logged step from its first hook to the copy: wires clock, probe, parameters and recorder together.
+"""Capture of one watch: reads logged steps from their first hook to the copy, and submits them.
 
-It lives in the training thread, hands finished steps to `submit` and never waits for anything.
+The clock says when a step ends, the observer reads what hooks show, the parameter reader reads weights around the
+optimizer's step. This module moves the step through its states (step/step.py). It runs in the training thread and
+never waits for anything.
 """
 
 from __future__ import annotations
@@ -13,21 +15,21 @@ from typing import Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from tbhooks.capture.autograd import profiler_label, without_dispatch_modes
+from tbhooks.capture.hooks.forward_event import ForwardEvent, Subscription
 from tbhooks.capture.hooks.observer import Observer
 from tbhooks.capture.packed_step import PackedStep
 from tbhooks.capture.rank_context import RankContext
 from tbhooks.capture.recorder import Recorder
-from tbhooks.capture.scalars.running_means import Averages
-from tbhooks.capture.scalars.training_metrics import Progress
-from tbhooks.capture.scalars.user_scalars import Scalars
+from tbhooks.capture.scalars.running_means import MeansWriter
+from tbhooks.capture.scalars.training_metrics import TrainingMetrics
+from tbhooks.capture.scalars.user_scalars import UserScalars
 from tbhooks.capture.schedule import Schedule
 from tbhooks.capture.selection import Selector, unwrap
 from tbhooks.capture.step import grad_scaler
 from tbhooks.capture.step.clock import Clock
-from tbhooks.capture.step.evaluation import Asides, Evaluation, ModelListener
+from tbhooks.capture.step.evaluation import Evaluation
 from tbhooks.capture.step.grad_scaler import ScalerReader
 from tbhooks.capture.step.nan_replay import Replay
 from tbhooks.capture.step.nonfinite_tripwire import Tripwire
@@ -39,7 +41,7 @@ from tbhooks.reduction import triton
 
 
 class Profile(Protocol):
-    """A profiler of some steps, told where steps end."""
+    """A profiler of some steps."""
 
     def step_ended(self, step: int) -> None: ...
 
@@ -49,127 +51,136 @@ class Profile(Protocol):
 
 
 class CaptureSession:
-    """Listens to the clock; reads logged steps; hands each over once nothing more can belong to it."""
+    """The capture side of one watch. Its public methods are for the handle, the others are called by collaborators."""
 
     def __init__(
         self, model: nn.Module, selector: Selector, kinds: tuple[str, ...], schedule: Schedule, mode: str,
-        place: RankContext, submit: Callable[[PackedStep], None], report: Report,
+        context: RankContext, submit: Callable[[PackedStep], None], raise_if_asked: Callable[[], None],
+        report: Report,
     ) -> None:  # fmt: skip
-        self.recorder = Recorder(kinds)
-        self.observer = Observer(model, selector, self.recorder, report)
-        self._groups = GroupNumbers()
-        self.parameters = ParameterReader(model, selector, self.recorder, self._groups, report)
-        self.clock = Clock(mode, unwrap(model), self, report)
-        self.scaler = ScalerReader(self.observer, self.clock, self.recorder, report)
-        self.observer.backward_begins = self.clock.alone(self.parameters.backward_begins)
-        self.observer.backward_ended = self.clock.alone(self.parameters.backward_ended)
-        self.other_optimizer_stepped = self.observer.other_optimizer_stepped
-        self.scaler.unscaled = self.parameters.unscaled
-        self.scaler.step_skipped = self._step_skipped
-        self.tripwire = Tripwire()
-        self.raises: Callable[[], None] | None = None
-        """Called where an exception reaches the user's loop, for one the user asked for."""
-        self.logged = 0
-        self._kinds = kinds
-        self._evaluation: Evaluation | None = None
-        self._replay: Replay | None = None
-        self._asides = Asides()
-        self.profiles: list[Profile] = []
-        self._last_label = 0
         self._model = weakref.ref(unwrap(model))
-        self.schedule = schedule
-        self._place, self._rank, self._team = place, place.rank, place.team
-        self.clock.count = place.first_step
+        self._kinds = kinds
+        self._context, self._rank, self._team = context, context.rank, context.team
         self._submit = submit
         self._report = report
-        self._thread = threading.get_ident()
+        self.raise_if_asked = raise_if_asked
+        """Called where an exception that the user asked for may reach the training loop."""
+        self.schedule = schedule
+        self.recorder = Recorder(kinds)
+        self.observer = Observer(model, selector, self.recorder, self, report)
+        self.forwards = ForwardEvent(self._model, self.observer.gate, report)
+        self._groups = GroupNumbers()
+        self.parameters = ParameterReader(model, selector, self.recorder, self._groups, report)
+        self.clock = Clock(
+            mode, context.first_step, self._model, self.observer, self.parameters, self.forwards, self, report
+        )
+        self.scaler = ScalerReader(
+            self.observer, self.clock, self.recorder, self.parameters.unscaled, self._step_skipped, report
+        )
+        self.tripwire = Tripwire()
+        self.profiles: list[Profile] = []
+        self.logged = 0
+        self._scalars = UserScalars(self.recorder, self.observer, context, submit)
+        self._means: MeansWriter | None = None
+        self._metrics: TrainingMetrics | None = None
+        self._evaluation: Evaluation | None = None
+        self._replay: Replay | None = None
+        self._step = Step(context.first_step)
+        self._ended: Step | None = None
+        """The step before the open one."""
+        self._last_label = 0
+        self._next_forward: Subscription | None = None
         self._pauses = 0
-        self._scalars = Scalars(self.recorder, self.observer, self._model, place, submit)
+        self._thread = threading.get_ident()
+
+    # The life of the session, for the handle.
 
     def start(self) -> None:
         grad_scaler.listen(self.scaler)
         self.clock.start()
         self.observer.placement.start()
-        self._begin_if_due()
+        self._open_step(self.clock.count)
 
     def stop(self, is_failing: bool = False) -> None:
-        """Ends everything and hands over what there is. If an exception ends the process or the block (`is_failing`), a
-        step that was cut short is shown as far as it came.
+        """Ends capture and submits everything. If an exception ends the process or the `with` block (`is_failing`),
+        a step that was interrupted is submitted as far as it was read.
         """
         with self._report.guarded("closing"), self.clock.lock:
             self._step_is_over()
-            # Other ranks have none that is cut short; where forwards count, it is whole.
-            awaited = self._team is not None and self.clock.mode != "forward"
-            if self.observer.seen is not None and self.recorder.calls and not awaited:
-                self._end_cut_short(is_failing)
-                self._scalars.last = Step(self.clock.count, is_logged=True)
-                self._pack(self._scalars.last)
+            # The other ranks have no interrupted step. Where forwards end steps, the last one is complete.
+            is_merged = self._team is not None and self.clock.mode != "forward"
+            if self.observer.seen is not None and self.recorder.calls and not is_merged:
+                self._read_interrupted(is_failing)
+                self._ended, self._step.is_logged = self._step, True
+                self._step.close(self.clock.count, self.recorder.scalar_tags)
                 if self.clock.mode == "forward":
                     self._last_label = self.clock.count
             self.abandon()
-            self._step_is_over()
-            self._hand_over_held()
+            self._step_is_over(opens_next=False)
+            self._submit_late_scalars()
             self._finish_evaluation()
-            if self._scalars.averages is not None:
-                self._scalars.averages.write_rest(self._last_label)
+            if self._means is not None:
+                self._means.write_rest(self._last_label)
             for profile in self.profiles:
                 profile.stop(self.clock.count - 1)
-        self.forget_everyone()
+        self.disconnect()
 
-    def _end_cut_short(self, is_failing: bool) -> None:
-        """Where an optimizer ends steps, what came after its last step is none, and only numbers of the user stay."""
+    def _read_interrupted(self, is_failing: bool) -> None:
+        """Where an optimizer ends steps, what came after its last step is not one: only the user's scalars stay."""
         if self.clock.mode == "optimizer" and self.clock.count and not is_failing:
             self.recorder.keep_scalars_only("train/")
             return
         self.observer.leave_out_unused()
-        if self.clock.mode != "optimizer":  # no optimizer will come to read them at
+        if self.clock.mode != "optimizer":  # no optimizer's step will read the parameters
             self.parameters.rest()
         with without_dispatch_modes():
             self.observer.collectors.end(self.recorder)
 
-    def forget_everyone(self) -> None:
-        """Nobody calls any more: no optimizer, no scaler, no forward."""
-        self._asides.stop()
-        self._scalars.next_forward.stop()
+    def disconnect(self) -> None:
+        """Removes the hooks on optimizers, on GradScaler and on the whole model."""
+        if self._replay is not None:
+            self._replay.stop()
         grad_scaler.ignore(self.scaler)
         self.clock.stop()
+        self.forwards.close()
         self.parameters.release()
 
     def abandon(self) -> None:
-        """Forgets the open step and leaves no hook on the model."""
+        """Forgets the open step and removes the hooks on modules."""
         self.observer.abandon()
         self.parameters.forget()
 
     def forked(self) -> None:
-        """In a forked child, whoever held a lock does not exist."""
+        """Renews the locks in a forked child: the threads that may hold them do not exist there."""
         self.clock.lock = threading.RLock()
         self.observer.placement.forked()
 
     def settle(self, for_good: bool = False) -> None:
-        """Hands over everything that has ended: for a reader who waits, which only the training thread can do, or
-        because the model is gone. Then it is done by any thread, and the clock is silent.
+        """Submits every step that has ended, for a reader. Only the training thread can do that, or any thread after
+        the model was garbage-collected (`for_good`).
         """
         if for_good:
             self._report.wait_for_others()
         elif threading.get_ident() != self._thread:
             return
-        with self._report.guarded("handing over a step"), self.clock.lock:
+        with self._report.guarded("submitting a step"), self.clock.lock:
             self._step_is_over()
             if self.observer.seen is None and self._team is None:
-                self._hand_over_held()
+                self._submit_late_scalars()
             self._finish_evaluation()
-            if for_good and self._scalars.averages is not None:
-                self._scalars.averages.write_rest(self._last_label)
+            if for_good and self._means is not None:
+                self._means.write_rest(self._last_label)
 
     def pause(self) -> None:
-        """Takes every hook off the model but those in compiled code, which then do nothing; pauses may be nested."""
+        """Takes every hook off the model but those in compiled code, which then do nothing. Pauses can be nested."""
         with self._report.guarded("pausing"), self.clock.lock:
-            self._step_is_over()  # the next one may begin in the pause, unseen
+            self._step_is_over()  # the next step may begin in the pause, without a hook that would notice
         self._pauses += 1
         self.observer.detach()
-        self.clock.leave_forwards()
-        self._asides.stop()
-        self._scalars.next_forward.stop()
+        self.clock.pause()
+        self.forwards.pause()
+        if self._replay is not None:
+            self._replay.stop()
         for profile in self.profiles:
             profile.leave_model()
 
@@ -177,80 +188,63 @@ class CaptureSession:
         self._pauses -= 1
         if not self._pauses:
             self.clock.watch_forwards()
-            self._asides.start()
-            self._scalars.watch_next_forward(self._pauses > 0)
+            self.forwards.resume()
+            if self._replay is not None:
+                self._replay.start()
             if self.observer.seen is not None:
                 self.observer.attach()
             elif self.observer.gate.was_compiled:
                 self.observer.placement.attach()
+
+    # What the user can ask for in addition, for the handle.
 
     def read_evaluations(self) -> None:
         """From now on evaluation passes are read, apart from training."""
         if self._evaluation is None:
             with_buckets = self.schedule.histograms is not False
             self._evaluation = Evaluation(
-                self._model, self.observer, self._kinds, with_buckets, self._hand_over_evaluation, self._report
+                self.observer, self.forwards, self._kinds, with_buckets, self._submit_evaluation, self._report
             )
-            self._listen(self._evaluation)
 
-    def _hand_over_evaluation(self, recorder: Recorder) -> None:
-        """As of the training step that ended last, and after it."""
+    def _submit_evaluation(self, recorder: Recorder) -> None:
+        """Submits an evaluation with the label of the training step that ended last, and after that step."""
         self._step_is_over()
         self._submit(recorder.pack(self._last_label, self._rank))
 
-    def replay_when(self, sick: Callable[[int, Replay], None]) -> None:
-        """From now on the gradients of every step are looked at, and `sick` is called if they are not finite."""
+    def replay_when(self, nonfinite: Callable[[int, Replay], None]) -> None:
+        """From now on the gradients of every step are checked; `nonfinite` is called if they are not finite."""
         if self._replay is None:
-            self._replay = Replay(self._model, self.observer, sick, self._report)
-            self._listen(self._replay)
+            self._replay = Replay(self._model, self.observer, nonfinite, self._report)
+            if not self._pauses:
+                self._replay.start()
 
     def average(self, every: int) -> None:
-        """From now on what is logged is written as means, on steps of its own."""
-        if self._scalars.averages is None:
-            self._scalars.averages = Averages(
-                self._model, self.observer, self._place, self._submit, self._training_goes_on, self._report
-            )
-            self._listen(self._scalars.averages)
-        self._scalars.averages.every = every
+        """From now on scalars are written as running means, every `every` steps."""
+        if self._means is None:
+            self._means = MeansWriter(self._model, self.observer, self._context, self._submit)
+            self.forwards.subscribe(self._forward_begins, in_graph=True)
+        self._means.every = every
 
     def log_progress(self, parts: frozenset[str]) -> None:
-        """From now on written steps tell of the optimizers, of speed and of memory."""
-        if self._scalars.progress is None:
-            self._scalars.progress = Progress(self._model, self._groups, self._report)
-        self._scalars.progress.parts |= parts
-        self._listen(self._scalars.progress)
-
-    def _training_goes_on(self) -> None:
-        """A training forward begins: the step that has ended gets nothing more, nor does an evaluation."""
-        with self.clock.lock:
-            self._step_is_over()
-            self._finish_evaluation()
-            self._scalars.no_more()
-
-    def _listen(self, aside: ModelListener) -> None:
-        self._asides.add(aside)
-        if not self._pauses:
-            aside.start()
-
-    def _finish_evaluation(self) -> None:
-        if self._evaluation is not None:
-            self._evaluation.finish()
-        if self._scalars.averages is not None:
-            self._scalars.averages.write_evaluation(self._last_label)
+        """From now on written steps have training metrics: optimizer settings, throughput, memory."""
+        if self._metrics is None:
+            self._metrics = TrainingMetrics(self._model, self._groups, self.forwards)
+        self._metrics.add_parts(parts)
 
     def log(self, values: dict[str, Tensor | float]) -> None:
-        """Numbers of the user, each to the step it belongs to: the open one, or the one that has just ended."""
+        """Logs scalars of the user, each to the open step or to the one that has just ended."""
         with self._report.guarded("log"), self.clock.lock, profiler_label("log"):
             for tag, value in values.items():
-                self._scalars.log(tag, value)
-            if self._scalars.has_all:
-                self._pack_closed()
-            self._scalars.watch_next_forward(self._pauses > 0)
+                if self._means is not None:
+                    self._means.add(tag, value)
+                else:
+                    self._step.was_skipped = self._step.was_skipped and not self.observer.called
+                    self._scalars.log(tag, value, self._step, self._takes_late_scalars)
 
     def step(self, label: int | None) -> None:
-        """The user ends the step; one that the clock has just ended gets its label."""
+        """The user ends the step. If the clock has just ended it, the user's label replaces the clock's."""
         with self._report.guarded("step"), self.clock.lock:
-            ended = self._scalars.still_open if self.clock.mode != "manual" else None
+            ended = self._takes_late_scalars if self.clock.mode != "manual" else None
             self.clock.manual()
             if ended is None:
                 self._step_ended(self.clock.count if label is None else label)
@@ -259,159 +253,179 @@ class CaptureSession:
                 self._last_label = label
                 ended.relabel(label)
 
-    # What the clock calls.
-
-    def owned(self, optimizer: Optimizer) -> frozenset[int]:
-        return self.parameters.owned(optimizer)
-
-    def parameters_now(self) -> frozenset[int]:
-        return self.parameters.now()
-
-    def is_training_pass(self, model: nn.Module) -> bool:
-        return self.observer.is_training_pass(model)
+    # What the clock, the scaler reader and the observer call.
 
     def is_logging(self) -> bool:
+        """Whether the open step is being read."""
         return self.observer.seen is not None and not self._pauses
-
-    def gradients_seen(self) -> bool:
-        return self.observer.gradients_seen
-
-    def watch_root(self, told: Callable[[], None], in_graph: bool) -> RemovableHandle | None:
-        return self.observer.watch_root(told, in_graph)
-
-    def hooks_are_compiled(self) -> bool:
-        return self.observer.gate.was_compiled
 
     def before_optimizer(self, optimizer: Optimizer, has_closure: bool) -> None:
         self._step_is_over()
-        self._scalars.no_more()
+        self._no_more_late_scalars()
         self.observer.optimizer_steps(self.clock.count)
         self.scaler.before_optimizer(optimizer)
         with without_dispatch_modes():
             self.tripwire.look(optimizer, self.clock.count)
         if self._replay is not None:
             self._replay.look(optimizer, self.clock.count)
-        self._scalars.before_optimizer(optimizer, self.clock.count)
-        if self.observer.seen is not None and not self._pauses:
+        if self._metrics is not None and self._is_written(self.clock.count):
+            self._metrics.before_optimizer(optimizer)
+        if self.is_logging():
             with without_dispatch_modes(), profiler_label("parameters"):
                 self.scaler.log()
                 self.tripwire.log(self.recorder)
                 self.parameters.before(optimizer, has_closure)
 
     def after_optimizer(self, optimizer: Optimizer, has_closure: bool) -> None:
-        if self.observer.seen is not None and not self._pauses:
+        if self.is_logging():
             with without_dispatch_modes(), profiler_label("parameters"):
                 self.parameters.after(optimizer, has_closure)
 
+    def step_ended(self) -> None:
+        self._step_ended(self.clock.count)
+
+    def backward_begins(self) -> None:
+        with self.clock.lock:
+            self.parameters.backward_begins()
+
+    def backward_ended(self, scale: Tensor | None) -> None:
+        with self.clock.lock:
+            self.parameters.backward_ended(scale)
+
+    def next_forward_begins(self) -> None:
+        with self.clock.lock:
+            self._step_is_over()
+
+    def _forward_begins(self, model: nn.Module, _count: object) -> None:
+        """A forward of the whole model: if it is of training, the step that has ended is over."""
+        if self.observer.is_training_pass(model):
+            with self.clock.lock:
+                self._step_is_over()
+                self._finish_evaluation()
+                self._no_more_late_scalars()
+
     def _step_skipped(self, optimizer: Optimizer) -> None:
-        """A scaler kept it from stepping. If nobody stepped, what was read is not of the step that will be."""
+        """A GradScaler skipped the optimizer's step. If no other one stepped, what was read is not part of a step."""
         if self.clock.kept(optimizer):
             self._step_is_over()
-            self._scalars.no_more()
-            self._scalars.was_skipped = True
+            self._no_more_late_scalars()
+            self._step.was_skipped = True
             self.observer.start_over()
             self.parameters.forget()
         elif self.clock.mode in ("manual", "forward") and self.observer.seen is not None:
             self.scaler.log()
 
-    def raise_if_asked(self) -> None:
-        if self.raises is not None:
-            self.raises()
+    # From one state of the step to the next.
 
-    def step_ended(self) -> None:
-        self._step_ended(self.clock.count)
+    def _open_step(self, number: int) -> None:
+        """OPEN. The recorder is free."""
+        if self._step.number != number:  # the clock has started anew
+            self._step = Step(number)
+        self._step.is_logged = self._is_logged(number)
+        if self._step.is_logged:
+            self.clock.look_again()
+            self.recorder.begin(self.schedule.takes_histograms(self.logged))
+            self.observer.begin(attach=not self._pauses)
+            for tag, value in self._step.early.items():
+                self.recorder.scalar(tag, value)
 
     def _step_ended(self, label: int) -> None:
         with profiler_label("step"):
-            self._end_step(label)
+            self._close_step(label)
         for profile in self.profiles:
             profile.step_ended(self.clock.count)
             if self._pauses:
                 profile.leave_model()
 
-    def _end_step(self, label: int) -> None:
+    def _close_step(self, label: int) -> None:
+        """CLOSED, or ABANDONED if the step is not a logged one. The next step is open."""
         self._thread = threading.get_ident()
-        if self.clock.mode != "forward":  # there a step ends when the next one begins
+        if self.clock.mode != "forward":  # there the next forward has begun already, and finishes it
             self._finish_evaluation()
         self._step_is_over()
+        self._no_more_late_scalars()
         self._last_label = label
         self._groups.step_ended()
         if self._replay is not None:
             self._replay.forget()
-        next_is_logged = self._logs(self.clock.count + 1)
-        ended = self._scalars.step_ends(label, self.clock.count)
-        if next_is_logged:
-            self.observer.next_forward = self.clock.alone(self._step_is_over)
-        if ended.is_logged:
+        self._log_metrics(self.clock.count)
+        ended = self._ended = self._step
+        ended.is_logged = self.observer.seen is not None
+        ended.close(label, self.recorder.scalar_tags)
+        next_number = self.clock.count + 1
+        self._step = Step(next_number, self._is_logged(next_number))
+        if self._step.is_logged:
+            self.observer.expect_forward()
+        if ended.is_closed:
             self._warn_if_blind(label)
-            self._end_reading(keep_hooks=next_is_logged and not self._pauses)
+            self._end_reading(keep_hooks=self._step.is_logged and not self._pauses)
             self.clock.logged_step_ended()
-            self._scalars.watch_next_forward(self._pauses > 0)
-            if self._scalars.awaits_more(ended) and self.clock.mode != "forward" and not self._pauses:
+            self._watch_next_forward()
+            if self._waits_with_its_copy:
                 return
             self._pack(ended)
-            if self._others_wait:
-                self._scalars.hand_over()
-        if next_is_logged:
-            self._begin()
+            if self._other_ranks_wait:
+                self._submit_packed()
+        self._open_step(next_number)
         if self.clock.mode == "forward" and self.observer.gate.was_compiled:
-            # The forward that ended the step is under way, in the graph it has chosen; the next one chooses now.
-            self.observer.gate.open = self._logs(self.clock.count + 2)
+            # The forward that ended the step is running, in the graph it has chosen. The next one chooses now.
+            self.observer.gate.open = self._is_logged(self.clock.count + 2)
 
-    @property
-    def _others_wait(self) -> bool:
-        """Ranks wait for the step, and may be waited for before the next forward. The first may yet get a label."""
-        return self._team is not None and (self.clock.mode == "manual" or self.logged > 1)
-
-    def _step_is_over(self) -> None:
-        """Something of the next step is seen: nothing more can belong to the one that has ended."""
-        self._pack_closed()
-        self._scalars.write_averages(self._last_label)
-        self._scalars.hand_over()
-
-    def _pack_closed(self) -> None:
-        """Copies the step that has ended, if it was still waited for, and begins the next one, if that is logged."""
-        last = self._scalars.last
-        if last is not None and last.is_closed:
+    def _step_is_over(self, opens_next: bool = True) -> None:
+        """Something of the next step has happened: the step that has ended is packed and submitted."""
+        ended = self._ended
+        if ended is not None and ended.is_closed:
             try:
-                self._pack(last)
+                self._pack(ended)
             finally:
-                self._begin_if_due()
+                if opens_next:
+                    self._open_step(self.clock.count)
+        if self._means is not None and self._means.is_due:
+            self._write_means(self._means)
+        self._submit_packed()
 
     def _pack(self, step: Step) -> None:
-        """Whatever goes wrong, the recorder is free for the next step afterwards."""
-        if self._place.has_missed_the_others:
+        """PACKED, or ABANDONED. Whatever goes wrong, the recorder is free for the next step afterwards."""
+        if self._context.has_missed_the_others:
             self._report.log_once("ranks are not merged: call init_process_group() before watch()")
         try:
-            if not self._place.is_another and (self.recorder.has_something or self._team is not None):
-                step.pack(self._copied(step.label))
+            if not self._context.is_another and (self.recorder.has_something or self._team is not None):
+                step.pack(self._copy(step.label))
                 self.logged += 1
         finally:
             if step.is_closed:  # there was nothing, or another rank writes, or the copy failed
                 self.recorder.restart()
                 step.abandon()
 
-    def _copied(self, label: int) -> PackedStep:
-        self._scalars.ride()
+    def _submit_packed(self) -> None:
+        """SUBMITTED."""
+        ended = self._ended
+        if ended is not None and ended.is_packed:
+            # Submitted before it is forgotten: a signal in between may write the step twice, but cannot lose it.
+            self._submit(ended.packed)
+            ended.submitted()
+
+    @property
+    def _waits_with_its_copy(self) -> bool:
+        """Whether scalars may yet come that are to be in the copy of the step that has ended."""
+        may_come = self._scalars.come_late_from_devices or (self._means is not None and self._means.is_due)
+        return may_come and self._team is None and self.clock.mode != "forward" and not self._pauses
+
+    @property
+    def _other_ranks_wait(self) -> bool:
+        """Ranks are merged, and the others wait for the step. The first one may still get a label."""
+        return self._team is not None and (self.clock.mode == "manual" or self.logged > 1)
+
+    def _copy(self, label: int) -> PackedStep:
+        """Starts the one copy to the host, with everything that waits for one."""
+        self._scalars.add_to_copy()
+        if self._means is not None:
+            self._means.add_to_copy(self.recorder)
         if triton.failure:
             self._report.log_once(f"Triton is installed and does not work; torch operations serve: {triton.failure}")
         with profiler_label("copy"):
-            pending = self.recorder.pack(label, self._rank)
-        return self._place.shared(pending, self._model(), self._report)
-
-    def _logs(self, step: int) -> bool:
-        """Other ranks than the first have nothing to do, or no longer."""
-        is_over = self._rank != 0 and self._team is not None and self._team.is_over
-        return self.schedule.logs(step) and not is_over and not self._place.is_another
-
-    def _begin_if_due(self) -> None:
-        if self._logs(self.clock.count):
-            self._begin()
-
-    def _begin(self) -> None:
-        self.clock.look_again()
-        self.recorder.begin(self.schedule.takes_histograms(self.logged))
-        self.observer.begin(attach=not self._pauses)
+            packed = self.recorder.pack(label, self._rank)
+        return self._context.shared(packed, self._model(), self._report)
 
     def _end_reading(self, keep_hooks: bool) -> None:
         if not self._pauses:
@@ -425,9 +439,67 @@ class CaptureSession:
         if self.recorder.overflowed:
             self._report.log_once("a step made more calls than its buffer holds; the rest of it is not in its numbers")
 
-    def _hand_over_held(self) -> None:
-        if self._scalars.holds_some and self._rank == 0:
-            self._submit(replace(self._copied(self.clock.count), merge=None))
+    def _is_logged(self, step: int) -> bool:
+        """Whether this process reads the step. Other ranks than the first may have nothing to do, or no longer."""
+        is_over = self._rank != 0 and self._team is not None and self._team.is_over
+        return self.schedule.logs(step) and not is_over and not self._context.is_another
+
+    # Scalars of the step that has ended.
+
+    @property
+    def _takes_late_scalars(self) -> Step | None:
+        """The step that has ended, as long as nothing of the next one has happened."""
+        ended = self._ended
+        return ended if ended is not None and ended.takes_late_scalars and not self.observer.called else None
+
+    def _watch_next_forward(self) -> None:
+        """In a compiled model no hook can be added: there the next optimizer's step tells that the step is over."""
+        if self._next_forward is None and not self.observer.gate.was_compiled:
+            self._next_forward = self.forwards.subscribe(self._forward_begins, in_graph=False)
+
+    def _no_more_late_scalars(self) -> None:
+        if self._next_forward is not None:
+            self._next_forward.cancel()
+            self._next_forward = None
+        if self._ended is not None:
+            self._ended.takes_late_scalars = False
+
+    def _is_written(self, step: int) -> bool:
+        """Whether anything of the open step is written: it is a logged one, or means are due."""
+        return self.observer.seen is not None or (self._means is not None and self._means.writes(step))
+
+    def _log_metrics(self, step: int) -> None:
+        """Adds the training metrics to the step that ends."""
+        if self._means is not None:
+            self._means.step_ends(step)
+        if self._metrics is None or not self._is_written(step):
+            return
+        numbers = self._metrics.numbers(step)
+        if self.observer.seen is None and self._means is not None:
+            self._means.extra = numbers
+            return
+        for tag, number in numbers.items():
+            self.recorder.scalar(tag, number)
+
+    def _write_means(self, writer: MeansWriter) -> None:
+        """Writes the means that are due with the step that has ended and were not in its copy."""
+        means = writer.take()
+        if self._ended is not None and self._ended.is_logged and self._ended.label == self._last_label:
+            for tag, mean in means.items():
+                self._scalars.log_late(self._ended, tag, mean)
+        else:
+            writer.write(self._last_label, means)
+
+    def _submit_late_scalars(self) -> None:
+        """Makes a copy for scalars on devices that came after their step's copy."""
+        if self._scalars.wait_for_a_copy and self._rank == 0:
+            self._submit(replace(self._copy(self.clock.count), merge=None))
+
+    def _finish_evaluation(self) -> None:
+        if self._evaluation is not None:
+            self._evaluation.finish()
+        if self._means is not None:
+            self._means.write_evaluation(self._last_label)
 
     def _warn_if_blind(self, label: int) -> None:
         if not self._pauses and self.recorder.wants("activation", "gradient", "input") and self.observer.is_blind:

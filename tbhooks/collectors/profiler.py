@@ -12,11 +12,10 @@ from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
-from torch.utils.hooks import RemovableHandle
 
 from tbhooks.capture.autograd import is_profiled
-from tbhooks.capture.dynamo import dynamo_skip
-from tbhooks.capture.hooks.observer import Observer
+from tbhooks.capture.dynamo import CompileGate
+from tbhooks.capture.hooks.forward_event import ForwardEvent, Subscription
 from tbhooks.data.frame import Frame
 from tbhooks.data.self_report import Report
 
@@ -51,17 +50,17 @@ class Profile:
     """The steps from `first` to `last`, both included."""
 
     def __init__(
-        self, first: int, last: int, directory: Path, observer: Observer, submit: Callable[[Trace], None],
-        report: Report,
+        self, first: int, last: int, directory: Path, forwards: ForwardEvent, gate: CompileGate,
+        submit: Callable[[Trace], None], report: Report,
     ) -> None:  # fmt: skip
         self.first, self.last = first, last
-        self._observer = observer
+        self._forwards, self._gate = forwards, gate
         self._directory = directory
         self._submit = submit
         self._report = report
         self._profiler: profile | None = None
         self._is_over = False
-        self._root: RemovableHandle | None = None
+        self._next_forward: Subscription | None = None
 
     def step_ended(self, step: int) -> None:
         """The next one may be the first of those, or this one was the last."""
@@ -89,27 +88,25 @@ class Profile:
         """Steps end inside the optimizer's, which would seem to take as long as stopping does: the next forward is
         soon enough. A compiled one is not to change for it.
         """
-        if self._profiler is not None and not self._observer.gate.was_compiled:
-            self._root = self._observer.watch_root(self._forward_begins, in_graph=False)
+        if self._profiler is not None and not self._gate.was_compiled:
+            self._next_forward = self._forwards.subscribe(self._forward_begins, in_graph=False)
         else:
             self.stop(self.last)
 
-    @dynamo_skip
-    def _forward_begins(self) -> None:
-        with self._report.guarded("profiling"):
-            self.stop(self.last)
+    def _forward_begins(self, _model: object, _count: object) -> None:
+        self.stop(self.last)
 
     def leave_model(self) -> None:
         """Waits for no forward any more."""
-        if self._root is not None:
+        if self._next_forward is not None:
             self.stop(self.last)
 
     def stop(self, step: int) -> None:
         """After a step, or when the watch closes: what there is until then is written."""
         self._is_over = True
-        if self._root is not None:
-            self._root.remove()
-            self._root = None
+        if self._next_forward is not None:
+            self._next_forward.cancel()
+            self._next_forward = None
         profiler, self._profiler = self._profiler, None
         if profiler is not None:
             profiler.stop()

@@ -118,8 +118,8 @@ class Rows:
             del self._waiting[1::2]
             raise TbhooksError(
                 "some steps are missing in the wandb run: the script logs with step= and another count, or has not "
-                "logged yet, and may need the rows. Log without step= (define_metric gives an axis), increase every=, or pass "
-                "WandbSink(run, alone=True) if nothing else logs to the run"
+                "logged yet, and may need the rows. Log without step= (define_metric gives an axis), increase every=, "
+                "or pass WandbSink(run, alone=True) if nothing else logs to the run"
             )
 
     def write_all(self) -> None:

@@ -418,7 +418,8 @@ def test_training_goes_on_being_read_where_train_was_forgotten(
     assert [frame["0", "eval.activation"].count for frame in evaluations] == [16 * 8] * evaluates
     found = [finding for finding in watching.findings if finding.rule == "evaluation_mode"]
     assert {finding.severity for finding in found} == {"warning"}
-    assert "since step 10" in found[0].message
+    assert found[0].evidence["since"] == 10
+    assert "at step 10" in found[0].message
     assert not any("compile" in message for message in watching.stats.messages)
 
 
@@ -434,7 +435,7 @@ def test_what_is_forgotten_is_found_although_values_are_logged_late(late: bool) 
             if late:
                 watching.log({"loss": 1.0})
     assert ("0", "activation") in watching.latest
-    assert any("since step 4" in finding.message for finding in watching.findings)
+    assert any("evaluation mode at step 4" in finding.message for finding in watching.findings)
 
 
 def test_frozen_parts_and_models_always_in_evaluation_mode_are_no_finding() -> None:

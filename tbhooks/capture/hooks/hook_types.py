@@ -7,15 +7,13 @@ them along. Where a model is compiled, its hooks are compiled with it and speak 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from tbhooks.capture import dynamo, tensor_tree
-from tbhooks.capture.autograd import in_backward, is_traced, profiler_label
+from tbhooks.capture.autograd import in_backward, profiler_label
 from tbhooks.capture.dynamo import CompileGate, dynamo_skip
 from tbhooks.capture.hooks.dead_units import RECTIFIERS
 from tbhooks.capture.hooks.function_mode import Functional
@@ -23,7 +21,6 @@ from tbhooks.capture.hooks.passes import Pass
 from tbhooks.capture.hooks.unpicklable import Unkept
 from tbhooks.capture.recorder import NO_SITE
 from tbhooks.data.frame import ROOT, Site
-from tbhooks.reduction.torch_rows import has_no_data
 
 
 class ToldOfGradients(Protocol):
@@ -307,89 +304,10 @@ class ReturnHook(Unkept):
             self.follows.leaves(self.path, output)
 
 
-def _call_new(module: nn.Module, known: set[int], args: Any, kwargs: Any) -> None:
-    """Torch has listed the pre-hooks of this call already: those put on since would miss it."""
+def call_new_pre_hooks(module: nn.Module, known: set[int], args: Any, kwargs: Any) -> None:
+    """Calls the pre-hooks that were registered during this call: torch has made its list of them before."""
     for key, hook in list(module._forward_pre_hooks.items()):
         if key not in known and isinstance(hook, InputHook | CallHook):
             hook(module, args, kwargs)
         elif key not in known and isinstance(hook, EnterHook | BeginHook):
             hook(module, args)
-
-
-def _are_stand_ins(args: Any) -> bool:
-    try:
-        return any(has_no_data(tensor) for _, tensor in tensor_tree.tensors(args))
-    except Exception:  # of a user's container that raises when it is looked into
-        return False
-
-
-class RootHook(Unkept):
-    """Tells that the model's forward begins, for clocks that count forwards."""
-
-    __slots__ = ("__weakref__", "hook_id", "in_graph", "told")
-
-    def __init__(self, told: Callable[[], None], in_graph: bool) -> None:
-        self.told, self.in_graph = told, in_graph
-        self.hook_id = dynamo.hook_id(self)
-
-    @dynamo_skip
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
-        # One that another hook has just taken off is still called, and then without keywords.
-        if not torch.compiler.is_compiling():
-            if not is_traced() and not _are_stand_ins(args):
-                known = set(module._forward_pre_hooks)
-                self.told()
-                _call_new(module, known, args, kwargs or {})
-        elif self.in_graph and dynamo.may_read():
-            dynamo.begin(self.hook_id)
-
-    def began_in_graph(self) -> None:
-        self.told()
-
-    def saw_in_graph(self, tensor: Tensor, kind: str, index: str, gradient: str, serial: int) -> None:
-        """It sees no tensors."""
-
-
-Sizes = tuple[int, int]
-"""How many samples and tokens a batch has."""
-
-
-class BatchHook(Unkept):
-    """Tells that the model's forward begins, and how to count its samples and tokens: what is told is kept from
-    harming the forward. From inside a compiled graph they come one by one.
-    """
-
-    __slots__ = ("__weakref__", "hook_id", "told")
-
-    def __init__(self, told: Callable[[Callable[[], Sizes]], None]) -> None:
-        self.told = told
-        self.hook_id = dynamo.hook_id(self)
-
-    @dynamo_skip
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
-        if not torch.compiler.is_compiling():
-            if not is_traced():
-                self.told(partial(_sizes, args, kwargs or {}))
-        elif dynamo.may_read():
-            for tensor, kind in zip(_batch(args, kwargs or {}), ("samples", "tokens"), strict=True):
-                if tensor is not None:
-                    dynamo.show(tensor, kind, "", False, self.hook_id, dynamo.NO_TICKET)
-
-    def saw_in_graph(self, tensor: Tensor, kind: str, index: str, gradient: str, serial: int) -> None:
-        self.told(lambda: (tensor.size(0), 0) if kind == "samples" else (0, tensor.numel()))
-
-    def began_in_graph(self) -> None:
-        """It is told by what it sees."""
-
-
-def _sizes(args: Any, kwargs: Any) -> Sizes:
-    first, whole = (None, None) if _are_stand_ins(args) else _batch(args, kwargs)
-    return (0 if first is None else first.size(0)), (0 if whole is None else whole.numel())
-
-
-def _batch(args: Any, kwargs: Any) -> tuple[Tensor | None, Tensor | None]:
-    """Of what a model is given: the first tensor, as long as the batch; and the first of whole numbers, the tokens."""
-    given = [tensor for _, tensor in tensor_tree.inputs(args, kwargs) if tensor.dim()]
-    whole = [tensor for tensor in given if not (tensor.is_floating_point() or tensor.is_complex())]
-    tokens = [tensor for tensor in whole if tensor.dtype != torch.bool]
-    return (given[0] if given else None), (tokens[0] if tokens else None)

@@ -315,6 +315,11 @@ def _hook_end(module: nn.Module, told: Callable[..., None]) -> RemovableHandle:
     return handle
 
 
+def hook_output(model: nn.Module, hook: Callable[..., None]) -> RemovableHandle:
+    """Calls the hook with what the model returns."""
+    return model.register_forward_hook(hook)
+
+
 def hook_forward(model: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> list[RemovableHandle]:
     """Calls `before` with what a model is given, and `after` with what it returns."""
     return [_hook_begin(model, before), model.register_forward_hook(after)]

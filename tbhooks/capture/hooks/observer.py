@@ -5,21 +5,19 @@ Whatever goes wrong in here is counted and told once; training never sees it, an
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from tbhooks.capture import dynamo, selection, sharded_tensors, tensor_tree
 from tbhooks.capture.autograd import in_backward, is_traced, without_dispatch_modes
 from tbhooks.capture.hooks.collectors import Collector
 from tbhooks.capture.hooks.dead_units import RECTIFIED
 from tbhooks.capture.hooks.function_mode import Functional
-from tbhooks.capture.hooks.hook_types import ForwardHook, GradientHook, RootHook, ScaledLossHook
-from tbhooks.capture.hooks.manager import HookManager, hook_root, hook_tensor
+from tbhooks.capture.hooks.hook_types import ForwardHook, GradientHook, ScaledLossHook
+from tbhooks.capture.hooks.manager import HookManager, hook_tensor
 from tbhooks.capture.hooks.passes import Pass
-from tbhooks.capture.hooks.reading import NOT_TRAINED, Reader
+from tbhooks.capture.hooks.reading import NOT_TRAINED, Reader, StepListener
 from tbhooks.capture.hooks.reducing import reduce_and_note
 from tbhooks.capture.hooks.step_context import StepContext
 from tbhooks.capture.recorder import NO_SITE, Recorder
@@ -33,8 +31,11 @@ MOST_FAILURES = 3
 class Observer(Reader):
     """The hooks of one watch. `begin` opens a logged step, `end` closes it."""
 
-    def __init__(self, model: nn.Module, selector: selection.Selector, recorder: Recorder, report: Report) -> None:
-        super().__init__(model, recorder, report)
+    def __init__(
+        self, model: nn.Module, selector: selection.Selector, recorder: Recorder, listener: StepListener | None,
+        report: Report,
+    ) -> None:  # fmt: skip
+        super().__init__(model, recorder, listener, report)
         self._failing: dict[str, ForwardHook] = {}
         self._functional = Functional(self._saw_functional, report) if recorder.wants("functional") else None
         self.placement = HookManager(
@@ -117,7 +118,7 @@ class Observer(Reader):
 
     def abandon(self) -> None:
         """Closes a step that was cut short, and leaves no hook behind."""
-        self.next_forward = None
+        self._expects_forward = False
         self.placement.stop()
         self._close()
         self.remove()
@@ -150,11 +151,6 @@ class Observer(Reader):
         """Leaves no hook on any module."""
         self.gate.open = False
         self.placement.detach()
-
-    def watch_root(self, told: Callable[[], None], in_graph: bool) -> RemovableHandle | None:
-        """Calls `told` whenever a forward of the whole model begins; `in_graph`, from compiled functions as well."""
-        model = self._model()
-        return None if model is None else hook_root(model, RootHook(told, in_graph))
 
     def watch_scaled_loss(self, loss: Tensor, scale: Tensor) -> None:
         """Gradients of the backward pass that starts from this loss are divided by its scale."""

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
 from functools import partial
+from typing import Protocol
 
 from torch import Tensor, nn
 
@@ -38,18 +38,29 @@ NOT_TRAINED = (
 )
 
 
+class StepListener(Protocol):
+    """What the observer calls when something happens that matters to the step."""
+
+    def next_forward_begins(self) -> None:
+        """After `expect_forward`: a module runs in training, and nothing of it has been read yet."""
+
+    def backward_begins(self) -> None:
+        """A backward pass has reached the open step."""
+
+    def backward_ended(self, scale: Tensor | None) -> None:
+        """That pass has ended; `scale` is what its loss was multiplied by."""
+
+
 class Reader:
     """Reads the passes of one watch into its recorder."""
 
-    def __init__(self, model: nn.Module, recorder: Recorder, report: Report) -> None:
+    def __init__(
+        self, model: nn.Module, recorder: Recorder, listener: StepListener | None, report: Report
+    ) -> None:  # fmt: skip
         self.seen: StepContext | None = None
         """The open step; None between logged steps."""
-        self.next_forward: Callable[[], None] | None = None
-        """Called once, before a training forward is read: the step before it is over."""
-        self.backward_ended: Callable[[Tensor | None], None] | None = None
-        """Called when a backward pass that reached the open step has ended, with the scale of its loss."""
-        self.backward_begins: Callable[[], None] | None = None
-        """Called when one begins."""
+        self._listener = listener
+        self._expects_forward = False
         self.evaluation: Recorder | None = None
         """Where evaluation passes are read into, if they are."""
         self.gate = CompileGate()
@@ -64,6 +75,10 @@ class Reader:
         self._lock = threading.RLock()
         self._is_captured = capture_check()
         self._read_evaluation = False
+
+    def expect_forward(self) -> None:
+        """Announces the next training forward to the listener, once, before any of it is read."""
+        self._expects_forward = True
 
     def is_training_pass(self, model: nn.Module) -> bool:
         """Evaluation passes are not part of a step, unless that is how the model is trained."""
@@ -82,11 +97,11 @@ class Reader:
             if self.seen is not None:
                 self.seen.left_out = True
             return None
-        if self.next_forward is not None and not in_backward():
-            with self._lock:  # modules may run in several threads, and none may look before the step has begun
-                if self.next_forward is not None:
-                    self.next_forward()
-                    self.next_forward = None
+        if self._expects_forward and not in_backward():
+            with self._lock:  # modules may run in several threads, and none may be read before the step has begun
+                if self._expects_forward and self._listener is not None:
+                    self._listener.next_forward_begins()
+                    self._expects_forward = False
         if self.seen is None:
             return None
         if model.training and self._read_evaluation:
@@ -236,18 +251,17 @@ class Reader:
 
     def _note_backward(self, seen: StepContext) -> None:
         """Once a backward pass: passes inside passes (reentrant checkpoints) are part of it."""
-        if self.backward_ended is None or seen.backward != NO_BACKWARD or not in_backward():
+        if self._listener is None or seen.backward != NO_BACKWARD or not in_backward():
             return
         seen.backward = backward_pass()
         seen.running = self.passes.begin_backward()
-        if self.backward_begins is not None:
-            self.backward_begins()
+        self._listener.backward_begins()
         at_end_of_backward(partial(self._backward_ends, seen))
 
     @dynamo_skip
     def _backward_ends(self, seen: StepContext) -> None:
         seen.backward, seen.running.ended = NO_BACKWARD, True
-        if self.seen is seen and self.backward_ended is not None:
+        if self.seen is seen and self._listener is not None:
             with self._report.guarded("after backward"), without_dispatch_modes():
-                self.backward_ended(seen.scale)
+                self._listener.backward_ended(seen.scale)
         seen.scale = None

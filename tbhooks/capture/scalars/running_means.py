@@ -1,7 +1,7 @@
-"""Running means of what is logged, kept where the values are: `log_every` writes them and starts anew.
+"""Running means of logged scalars, kept on the device of the values: `log_every` writes them and starts anew.
 
-A value costs one small addition on its own device, and is never waited for. What is logged in an evaluation is
-averaged apart, over that evaluation.
+A value costs one small addition on its own device, without a sync. Values that are logged during an evaluation have
+means of their own, over that evaluation.
 """
 
 from __future__ import annotations
@@ -11,17 +11,12 @@ from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
-from tbhooks.capture.autograd import in_backward, without_dispatch_modes
-from tbhooks.capture.dynamo import dynamo_skip
-from tbhooks.capture.hooks.hook_types import RootHook
-from tbhooks.capture.hooks.manager import hook_root
+from tbhooks.capture.autograd import without_dispatch_modes
 from tbhooks.capture.hooks.observer import Observer
 from tbhooks.capture.packed_step import PackedStep
 from tbhooks.capture.rank_context import RankContext
 from tbhooks.capture.recorder import Recorder
-from tbhooks.data.self_report import Report
 
 OF_EVALUATION = "eval/"
 
@@ -29,7 +24,7 @@ Numbers = Mapping[str, Tensor | float]
 
 
 class Mean:
-    """Of one tag: a sum for each device its values were on, and how many there were."""
+    """The mean of one tag: a sum for each device that had values, and their number."""
 
     __slots__ = ("_count", "_on_host", "_sums")
 
@@ -45,12 +40,12 @@ class Mean:
         elif value.device in self._sums:
             self._sums[value.device].add_(value.detach().reshape(()))
         else:
-            # What devices have no float64 for stays float32, as their rows do.
+            # MPS has no float64.
             wide = torch.float32 if value.device.type == "mps" else torch.float64
             self._sums[value.device] = value.detach().reshape(()).to(wide, copy=True)
 
     def mean(self) -> Tensor | float:
-        """On the first device there was a value on; the host's own if there was none."""
+        """Returns the mean, on one of the devices that had values, or as a float if none had."""
         total: Tensor | float = self._on_host
         for there in self._sums.values():
             total = there + (total.to(there.device) if isinstance(total, Tensor) else total)
@@ -58,7 +53,7 @@ class Mean:
 
 
 class RunningMeans:
-    """Of any number of tags, since they were taken last."""
+    """The means of any number of tags since `take` was called last."""
 
     def __init__(self) -> None:
         self._means: dict[str, Mean] = {}
@@ -72,91 +67,72 @@ class RunningMeans:
             self._means.setdefault(tag, Mean()).add(value)
 
     def take(self, but: frozenset[str] = frozenset()) -> dict[str, Tensor | float]:
-        """The means, which begin anew; but some stay."""
+        """Returns the means and starts new ones, except for the tags in `but`."""
         with torch.inference_mode(False), torch.no_grad(), without_dispatch_modes():
             means = {tag: kept.mean() for tag, kept in self._means.items() if tag not in but}
         self._means = {tag: kept for tag, kept in self._means.items() if tag in but}
         return means
 
 
-class Averages:
-    """The means of one watch, and which of its steps write them."""
+class MeansWriter:
+    """The means of one watch, and which of its steps write them (`Watch.log_every`)."""
 
     def __init__(
-        self, model: weakref.ref[nn.Module], observer: Observer, place: RankContext,
-        submit: Callable[[PackedStep], None], training_goes_on: Callable[[], None], report: Report,
+        self, model: weakref.ref[nn.Module], observer: Observer, context: RankContext,
+        submit: Callable[[PackedStep], None],
     ) -> None:  # fmt: skip
         self.every = 1
         self.is_due = False
         """Whether the step that has ended writes them, and may still get more."""
         self.extra: dict[str, Tensor | float] = {}
-        """What else is to be written with the step."""
-        self._model, self._observer, self._place = model, observer, place
+        """Training metrics that are to be written with the step."""
+        self._model, self._observer, self._context = model, observer, context
         self._submit = submit
-        self._training_goes_on = training_goes_on
-        self._report = report
         self._training, self._evaluation = RunningMeans(), RunningMeans()
-        # What was in the copy of the step that has ended.
-        self._rode: frozenset[str] = frozenset()
+        # The means that were in the copy of the step that has ended.
+        self._in_copy: frozenset[str] = frozenset()
         self._recorder = Recorder(())
-        self._root: RemovableHandle | None = None
-
-    def start(self) -> None:
-        """One hook on the whole model: a value logged after its forward has begun is of the next step."""
-        model = self._model()
-        if self._root is None and model is not None:
-            self._root = hook_root(model, RootHook(self._forward_begins, in_graph=True))
-
-    def stop(self) -> None:
-        if self._root is not None:
-            self._root.remove()
-            self._root = None
 
     def writes(self, step: int) -> bool:
         return step % self.every == 0
 
     def step_ends(self, step: int) -> None:
-        self.is_due, self._rode = self.writes(step), frozenset()
+        self.is_due, self._in_copy = self.writes(step), frozenset()
 
     def add(self, tag: str, value: Tensor | float) -> None:
         model = self._model()
         is_evaluated = model is not None and not self._observer.is_training_pass(model)
         (self._evaluation if tag.startswith(OF_EVALUATION) or is_evaluated else self._training).add(tag, value)
 
-    def ride(self, recorder: Recorder) -> None:
-        """What is due goes along with the step's own copy."""
+    def add_to_copy(self, recorder: Recorder) -> None:
+        """Records the means that are due, so that they are part of the step's own copy."""
         if self.is_due:
             means = self._training.take()
-            self._rode = frozenset(means)
+            self._in_copy = frozenset(means)
             for tag, mean in means.items():
                 recorder.scalar(tag, mean)
 
     def take(self) -> Numbers:
-        """What is due and has not gone yet; nothing is due afterwards. What came after a copy waits for the next."""
-        means = {**self.extra, **self._training.take(but=self._rode)}
+        """Returns the means that are due and not written yet; nothing is due afterwards. Values that were logged
+        after the step's copy stay for the next mean.
+        """
+        means = {**self.extra, **self._training.take(but=self._in_copy)}
         self.is_due, self.extra = False, {}
         return means
 
     def write(self, label: int, numbers: Numbers) -> None:
-        """In a copy of their own. Ranks do not meet for it: the first writes what it has seen itself."""
-        if numbers and self._place.rank == 0:
+        """Submits numbers in a copy of their own. They are not merged over ranks: rank 0 writes its own."""
+        if numbers and self._context.rank == 0:
             for tag, number in numbers.items():
                 self._recorder.scalar(tag, number)
-            self._submit(self._recorder.pack(label, self._place.rank))
+            self._submit(self._recorder.pack(label, self._context.rank))
 
     def write_evaluation(self, label: int) -> None:
-        """As of the training step that ended last."""
+        """Writes the means of an evaluation, with the label of the training step that ended last."""
         if self._evaluation:
             self.write(label, self._evaluation.take())
 
     def write_rest(self, label: int) -> None:
-        """What came since the last write: nothing is lost in the end."""
+        """Writes everything that was logged since the last write, when the watch closes."""
         self.write(label, self.take())
         self.write_evaluation(label)
-
-    @dynamo_skip
-    def _forward_begins(self) -> None:
-        with self._report.guarded("before the model's forward"):
-            model = self._model()
-            if model is not None and self._observer.is_training_pass(model) and not in_backward():
-                self._training_goes_on()

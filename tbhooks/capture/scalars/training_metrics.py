@@ -1,6 +1,6 @@
-"""How training goes, besides its numbers: what optimizers are set to, how fast steps are, how much memory they take.
+"""Training metrics for `Watch.progress`: settings of the optimizers, throughput, and peak memory.
 
-All of it is known on the host: nothing is read from a device, and nothing waited for.
+All of them are known on the host: nothing is read from a device, and there is no sync.
 """
 
 from __future__ import annotations
@@ -14,18 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
-from tbhooks.capture.autograd import in_backward
-from tbhooks.capture.dynamo import dynamo_skip
-from tbhooks.capture.hooks.hook_types import BatchHook, Sizes
-from tbhooks.capture.hooks.manager import hook_root
+from tbhooks.capture.hooks.forward_event import ForwardEvent, Sizes
 from tbhooks.capture.step.optimizer_round import GroupNumbers
-from tbhooks.data.self_report import Report
 
 OPTIMIZER, SPEED, MEMORY = PARTS = ("optimizer", "speed", "memory")
 
-# How a setting of a parameter group is called in a tag; of several numbers, each by its own name.
+# The tag of each setting of a parameter group; a tuple of numbers has one tag for each.
 SETTINGS = {
     "lr": ("lr",),
     "weight_decay": ("weight_decay",),
@@ -34,63 +29,59 @@ SETTINGS = {
 }
 
 
-class Progress:
-    """Counts what passes through a model between two written steps."""
+class TrainingMetrics:
+    """Learning rates and other optimizer settings, throughput and memory, between two written steps."""
 
-    def __init__(self, model: weakref.ref[nn.Module], groups: GroupNumbers, report: Report) -> None:
-        self.parts: frozenset[str] = frozenset()
+    def __init__(self, model: weakref.ref[nn.Module], groups: GroupNumbers, forwards: ForwardEvent) -> None:
+        self._parts: frozenset[str] = frozenset()
         self._model = model
-        self._report = report
-        self._root: RemovableHandle | None = None
+        self._forwards = forwards
         self._settings: dict[str, Tensor | float] = {}
         self._groups = groups
         self._samples = self._tokens = 0
-        # The step written last, and when it ended.
+        # The step that was written last, and when it ended.
         self._since: tuple[int, float] | None = None
-        # When an evaluation began, and how long all took since then: they are no part of a step's time.
-        self._aside: float | None = None
-        self._seconds_aside = 0.0
+        # When the running evaluation began, and the seconds of all evaluations since the last written step: they do
+        # not count as time of training steps.
+        self._evaluation_began: float | None = None
+        self._evaluation_seconds = 0.0
 
-    def start(self) -> None:
-        model = self._model()
-        if self._root is None and model is not None and SPEED in self.parts:
-            self._root = hook_root(model, BatchHook(self._forward_begins))
-
-    def stop(self) -> None:
-        if self._root is not None:
-            self._root.remove()
-            self._root = None
+    def add_parts(self, parts: frozenset[str]) -> None:
+        """From now on these parts of `PARTS` are written, too."""
+        if SPEED in parts - self._parts:
+            self._forwards.subscribe(self._forward_begins, in_graph=True, reads_batch=True)
+        self._parts |= parts
 
     def before_optimizer(self, optimizer: Optimizer) -> None:
-        """Its settings, of a step that will be written."""
-        if OPTIMIZER in self.parts:
+        """Reads the settings of an optimizer, in a step that will be written."""
+        if OPTIMIZER in self._parts:
             for group, name in zip(optimizer.param_groups, self._groups.of(optimizer), strict=True):
                 self._settings.update(_settings(group, name))
 
     def numbers(self, step: int) -> dict[str, Tensor | float]:
-        """What there is to tell of a step that has just ended, and of those since the one told of last."""
+        """Returns the metrics of a step that has just ended, and of all steps since the one that was written last."""
         numbers = self._settings
         self._settings = {}
-        if SPEED in self.parts:
+        if SPEED in self._parts:
             numbers |= self._speed(step, time.perf_counter())
-        if MEMORY in self.parts:
+        if MEMORY in self._parts:
             numbers |= self._memory()
         return numbers
 
     def _speed(self, step: int, now: float) -> dict[str, float]:
         since, self._since = self._since, (step, now)
-        aside, self._seconds_aside = self._seconds_aside, 0.0
+        evaluation_seconds, self._evaluation_seconds = self._evaluation_seconds, 0.0
         samples, tokens = self._samples, self._tokens
         self._samples = self._tokens = 0
-        if since is None or step <= since[0]:  # where counting began anew, there is nothing to measure from
+        if since is None or step <= since[0]:  # the clock has started anew: there is nothing to measure from
             return {}
-        seconds = max(now - since[1] - aside, 1e-9)
-        told = {"train.step_seconds": seconds / (step - since[0])}
+        seconds = max(now - since[1] - evaluation_seconds, 1e-9)
+        numbers = {"train.step_seconds": seconds / (step - since[0])}
         if samples:
-            told["train.samples_per_second"] = samples / seconds
+            numbers["train.samples_per_second"] = samples / seconds
         if tokens:
-            told["train.tokens_per_second"] = tokens / seconds
-        return told
+            numbers["train.tokens_per_second"] = tokens / seconds
+        return numbers
 
     def _memory(self) -> dict[str, float]:
         model = self._model()
@@ -100,21 +91,17 @@ class Progress:
         peak = peak_rss()
         return {} if peak is None else {"train.peak_memory_bytes": peak}
 
-    @dynamo_skip
-    def _forward_begins(self, count: Callable[[], Sizes]) -> None:
-        with self._report.guarded("before the model's forward"):
-            model = self._model()
-            if model is None or in_backward():
-                return
-            now = time.perf_counter()
-            if not model.training:
-                self._aside = now if self._aside is None else self._aside
-                return
-            if self._aside is not None:
-                self._seconds_aside, self._aside = self._seconds_aside + now - self._aside, None
-            samples, tokens = count()
-            self._samples += samples
-            self._tokens += tokens
+    def _forward_begins(self, model: nn.Module, count: Callable[[], Sizes]) -> None:
+        now = time.perf_counter()
+        if not model.training:
+            self._evaluation_began = now if self._evaluation_began is None else self._evaluation_began
+            return
+        if self._evaluation_began is not None:
+            self._evaluation_seconds += now - self._evaluation_began
+            self._evaluation_began = None
+        samples, tokens = count()
+        self._samples += samples
+        self._tokens += tokens
 
 
 def _settings(group: dict[str, Any], name: object) -> dict[str, Tensor | float]:

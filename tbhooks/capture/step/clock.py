@@ -22,39 +22,28 @@ from torch.utils.hooks import RemovableHandle
 
 from tbhooks.capture.autograd import NO_BACKWARD, at_end_of_backward, backward_pass, in_backward, in_nested_backward
 from tbhooks.capture.dynamo import dynamo_disable, dynamo_skip
+from tbhooks.capture.hooks.forward_event import ForwardEvent, Subscription
+from tbhooks.capture.hooks.observer import Observer
 from tbhooks.capture.step.manual_updates import Turns
 from tbhooks.capture.step.optimizer_round import OptimizerRound, SeldomSteps
+from tbhooks.capture.step.parameters import ParameterReader
 from tbhooks.data.self_report import Report
 
 MODES = ("auto", "optimizer", "forward", "manual")
 
 
 class Listener(Protocol):
-    """What the clock calls."""
-
-    def owned(self, optimizer: Optimizer) -> frozenset[int]: ...
-
-    def parameters_now(self) -> frozenset[int]: ...
+    """What the clock calls. None of it may raise, but for `raise_if_asked`."""
 
     def before_optimizer(self, optimizer: Optimizer, has_closure: bool) -> None: ...
 
     def after_optimizer(self, optimizer: Optimizer, has_closure: bool) -> None: ...
 
-    def other_optimizer_stepped(self) -> None: ...
-
     def step_ended(self) -> None: ...
 
     def raise_if_asked(self) -> None: ...
 
-    def watch_root(self, told: Callable[[], None], in_graph: bool) -> RemovableHandle | None: ...
-
     def is_logging(self) -> bool: ...
-
-    def hooks_are_compiled(self) -> bool: ...
-
-    def is_training_pass(self, model: nn.Module) -> bool: ...
-
-    def gradients_seen(self) -> bool: ...
 
 
 class Clock:
@@ -63,13 +52,17 @@ class Clock:
     Several threads may train one model at the same time, so what the hooks do is done by one thread after another.
     """
 
-    def __init__(self, mode: str, model: nn.Module, listener: Listener, report: Report) -> None:
+    def __init__(
+        self, mode: str, first_step: int, model: weakref.ref[nn.Module], observer: Observer,
+        parameters: ParameterReader, forwards: ForwardEvent, listener: Listener, report: Report,
+    ) -> None:  # fmt: skip
         self.mode = mode
-        self.count = 0
+        self.count = first_step
         self.optimizer_steps = 0
         """How often any optimizer of the model has stepped."""
         self.lock = threading.RLock()
-        self._model = weakref.ref(model)
+        self._model = model
+        self._observer, self._parameters, self._forwards = observer, parameters, forwards
         self._listener = listener
         self._report = report
         self._auto = mode == "auto"
@@ -86,10 +79,11 @@ class Clock:
         self._turns = Turns(report)
         self._by_turns = False
         """Whether a forward ends a step only after a backward."""
-        self._forwards = 0
+        self._forwards_counted = 0
         self._ends_with = NO_BACKWARD
         """The backward pass at whose end the step ends."""
-        self._root: list[RemovableHandle] = []
+        self._subscription: Subscription | None = None
+        self._output_hook: RemovableHandle | None = None
         self._handles: list[RemovableHandle] = []
 
     def alone(self, function: Callable[..., None]) -> Callable[..., None]:
@@ -110,16 +104,24 @@ class Clock:
         self.watch_forwards()
 
     def watch_forwards(self) -> None:
-        """Puts the hooks on the model that counting its forwards needs, if they are counted."""
+        """Counts forwards from now on, if they may end steps."""
+        if self._subscription is None and (self.mode == "forward" or self._looks_for_optimizer):
+            # Mostly an optimizer comes, and compiled code is not to change then.
+            self._subscription = self._forwards.subscribe(self._forward_begins, in_graph=not self._auto)
         model = self._model()
-        if self._root or model is None:
-            return
-        if self._auto and self.mode != "optimizer":
-            # Mostly there is an optimizer; a compiled graph is not to change when it comes.
-            self._root = self._turns.follow(model, self._forward_begins)
-        elif self.mode == "forward":
-            handle = self._listener.watch_root(self._forward_begins, in_graph=True)
-            self._root = [] if handle is None else [handle]
+        if self._output_hook is None and self._looks_for_optimizer and model is not None:
+            self._output_hook = self._turns.follow(model)
+
+    @property
+    def _looks_for_optimizer(self) -> bool:
+        """Whether no optimizer of the model has been seen yet."""
+        return self._auto and self.mode != "optimizer"
+
+    def pause(self) -> None:
+        """Takes the clock's hook off the model."""
+        if self._output_hook is not None:
+            self._output_hook.remove()
+            self._output_hook = None
 
     def stop(self) -> None:
         for handle in self._handles:
@@ -186,7 +188,7 @@ class Clock:
             if self.mode == "optimizer":
                 if not self._round.knows(key):
                     self._round.keep(set(self._keys.values()))
-                    self._round.forget_those_without(self._listener.parameters_now() | parameters)
+                    self._round.forget_those_without(self._parameters.now() | parameters)
                 self._round.meets(key, parameters)
                 if self._round.comes_again(key):
                     self.tick()
@@ -200,7 +202,7 @@ class Clock:
         with self._report.guarded("after the optimizer's step"), self.lock:
             parameters = self._owned_by(optimizer)
             if not parameters:
-                self._listener.other_optimizer_stepped()
+                self._observer.other_optimizer_stepped()
             if not parameters or self._is_nested():
                 return
             self.optimizer_steps += 1
@@ -249,7 +251,7 @@ class Clock:
         size = sum(len(group["params"]) for group in optimizer.param_groups)
         known, owned = self._owned.get(optimizer, (-1, frozenset()))
         if known != size:  # groups may be added at any time
-            owned = self._listener.owned(optimizer) or self._lost_by(optimizer)
+            owned = self._parameters.owned(optimizer) or self._lost_by(optimizer)
             self._owned[optimizer] = size, owned
         return owned
 
@@ -269,31 +271,27 @@ class Clock:
         return lost if all(other in self._orphans for other in self._stepping) else frozenset()
 
     def _optimizer_found(self) -> None:
-        if self._auto and self.mode != "optimizer":
+        if self._looks_for_optimizer:
             if self.mode == "forward":
                 self._report.log_once("an optimizer steps this model after all: steps are counted by it, from 0")
                 self.count = 0
             self.mode = "optimizer"
-            if not self._listener.hooks_are_compiled():  # or the places of the others would change
+            if not self._observer.gate.was_compiled:  # or the places of the others would change
                 self.leave_forwards()
 
-    @dynamo_skip
-    def _forward_begins(self) -> None:
-        with self._report.guarded("before the model's forward"), self.lock:
-            model = self._model()
-            if self.mode not in ("auto", "forward") or model is None or in_backward():
-                return
-            if not self._listener.is_training_pass(model):
+    def _forward_begins(self, model: nn.Module, _count: object) -> None:
+        with self.lock:
+            if self.mode not in ("auto", "forward") or not self._observer.is_training_pass(model):
                 return
             if self._auto:
                 self._look_for_turn(model)
-            if self.mode == "forward" and self._forwards and (self._turns.backward_ran or not self._by_turns):
+            if self.mode == "forward" and self._forwards_counted and (self._turns.backward_ran or not self._by_turns):
                 self.tick()
                 self._turns.step_ended()
-            self._forwards += 1
+            self._forwards_counted += 1
 
     def _look_for_turn(self, model: nn.Module) -> None:
-        why = self._turns.forward_begins(model, self._listener.gradients_seen())
+        why = self._turns.forward_begins(model, self._observer.gradients_seen)
         if why is not None and self.mode == "auto":
             self.mode, self._by_turns = "forward", self._turns.saw_backward
             ends = "a forward that follows a backward begins the next step" if self._by_turns else "each forward is one"
@@ -303,10 +301,11 @@ class Clock:
             )
 
     def leave_forwards(self) -> None:
-        """Takes those hooks off."""
-        for handle in self._root:
-            handle.remove()
-        self._root = []
+        """Counts forwards no longer."""
+        if self._subscription is not None:
+            self._subscription.cancel()
+            self._subscription = None
+        self.pause()
 
 
 def _step_code() -> CodeType | None:

@@ -109,11 +109,12 @@ def _scale_of(scaler: GradScaler) -> Tensor | None:
 class ScalerReader:
     """What scalers do to one watched model."""
 
-    def __init__(self, observer: Observer, clock: Clock, recorder: Recorder, report: Report) -> None:
-        self.unscaled: Callable[[Optimizer], None] | None = None
-        """Called when the gradients of an optimizer have been divided."""
-        self.step_skipped: Callable[[Optimizer], None] | None = None
-        """Called when a scaler has kept an optimizer from stepping."""
+    def __init__(
+        self, observer: Observer, clock: Clock, recorder: Recorder, unscaled: Callable[[Optimizer], None],
+        step_skipped: Callable[[Optimizer], None], report: Report,
+    ) -> None:  # fmt: skip
+        self._unscaled = unscaled  # called when the gradients of an optimizer have been divided by the scale
+        self._step_skipped = step_skipped  # called when a scaler has skipped an optimizer's step
         self._observer = observer
         self._clock = clock
         self._recorder = recorder
@@ -135,8 +136,8 @@ class ScalerReader:
 
     def gradients_unscaled(self, optimizer: Optimizer) -> None:
         with self._report.guarded("after a scaler's division"):
-            if self.unscaled is not None and self._clock.owns(optimizer):
-                self.unscaled(optimizer)
+            if self._clock.owns(optimizer):
+                self._unscaled(optimizer)
 
     def scaler_steps(self, optimizer: Optimizer, scale: Tensor) -> None:
         with self._report.guarded("reading a loss scale"):
@@ -149,8 +150,7 @@ class ScalerReader:
         with self._report.guarded("after a scaler's step"):
             if self._clock.owns(optimizer) and self._clock.optimizer_steps == self._steps_before:
                 self._skipped += 1
-                if self.step_skipped is not None:
-                    self.step_skipped(optimizer)
+                self._step_skipped(optimizer)
 
     def before_optimizer(self, optimizer: Optimizer) -> None:
         """Counts a step that a fused optimizer is told to leave out, without looking whether it was."""

@@ -31,8 +31,7 @@ from torch.utils.hooks import RemovableHandle
 from tbhooks.capture import tensor_tree
 from tbhooks.capture.autograd import at_end_of_backward, in_backward, is_traced, without_dispatch_modes
 from tbhooks.capture.dynamo import dynamo_skip
-from tbhooks.capture.hooks.hook_types import RootHook
-from tbhooks.capture.hooks.manager import hook_forward, hook_tensor
+from tbhooks.capture.hooks.manager import hook_output, hook_tensor
 from tbhooks.capture.hooks.unpicklable import Unkept
 from tbhooks.data.self_report import Report
 from tbhooks.reduction.torch_rows import has_no_data
@@ -121,9 +120,9 @@ class Turns:
             return f"none stepped in {self._forwards} forwards"
         return None
 
-    def follow(self, model: nn.Module, begins: Callable[[], None]) -> list[RemovableHandle]:
-        """Calls `begins` whenever a forward of the model begins, and notices backward passes through its outputs."""
-        return hook_forward(model, RootHook(begins, in_graph=False), _OutputHook(self._forward_ended))
+    def follow(self, model: nn.Module) -> RemovableHandle:
+        """Notices backward passes through the outputs of the model."""
+        return hook_output(model, _OutputHook(self._forward_ended))
 
     def _forward_ended(self, model: nn.Module, output: object) -> None:
         with self._report.guarded("after the model's forward"):

@@ -209,7 +209,7 @@ def _without_hooks_of(usual: Observer) -> Iterator[None]:
 def _everything_read(model: nn.Module) -> Iterator[Recorder]:
     """Hooks of its own on every module."""
     recorder = Recorder(("activation", "gradient"))
-    observer = Observer(model, Selector(model, None, None), recorder, Report())
+    observer = Observer(model, Selector(model, None, None), recorder, None, Report())
     try:
         recorder.begin(with_buckets=False)
         observer.begin(attach=True)

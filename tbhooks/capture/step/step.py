@@ -1,94 +1,107 @@
-"""One training step, from its end to the pump: read this first to know where in a step a watch is.
+"""One training step and the states it goes through. Read this first to know where in a step a watch is.
 
-The clock (clock.py) says when a step ends. What is read until then, by hooks and around the optimizer, lies in the
-recorder (buffer.py): that is the open step. When it ends it becomes a `Step`, which goes through these states in order:
+The clock (clock.py) says when a step ends. There is always one open step, and at most one that has ended and is not
+submitted yet. A step goes through these states, in this order:
 
-    CLOSED      nothing more is read into it. Its records still lie in the recorder, because values are expected
-                that are logged after the optimizer's step; they go into the same copy.
-    PACKED      its one copy to the host has been started, and the recorder is free for the next step.
-    SUBMITTED   the pump has it.
-    ABANDONED   there was nothing to write, or it is another rank's.
+    OPEN        The step is running. If it is a logged one, hooks and the optimizer's step are read into the recorder.
+    CLOSED      The step has ended, and nothing more is read. Its records are still in the recorder.
+    PACKED      The one copy to the host has been started. The recorder is free for the next step.
+    SUBMITTED   The background thread has the step.
+    ABANDONED   There is nothing to write: the step is not a logged one, or is empty, or another rank writes it.
 
-A step that is not logged is abandoned as soon as it ends. At most one step is CLOSED or PACKED: it is submitted, under
-its own label, when something of the next step is seen (a training forward, an optimizer's step, a skipped one), on a
-flush, on a pause and on close. Only then may anything be read into the recorder again. So no event between two steps
-can lose a step or give its records to another one.
+A packed step is held back until something of the next step happens (a training forward, an optimizer's step, a step
+that a GradScaler skips), or until a flush, a pause or close(). Until then the user may log scalars to it, after
+`optimizer.step()`, or give it another label. Scalars on the host are added to the packed step. Scalars on a device need
+a copy: if the user has logged such a scalar after the end of a step before, or if running means are due, the step stays
+CLOSED as long as it is held back, so that they are in its one copy.
 
-Until something of the next step is seen, numbers may still be logged to a step, whatever its state (`takes_more`).
+Only when a step is packed may the next one use the recorder. So no order of events can lose a step or give its records
+to another one. Where ranks are merged steps are not held back, because other ranks wait for them.
 """
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field, replace
 from enum import Enum
+
+from torch import Tensor
 
 from tbhooks.capture.packed_step import PackedStep
 
 
 class State(Enum):
-    """Where a step that has ended is; the module's docstring says what follows what."""
+    """The states of a step; the module's docstring explains them."""
 
+    OPEN = "open"
     CLOSED = "closed"
     PACKED = "packed"
     SUBMITTED = "submitted"
     ABANDONED = "abandoned"
 
 
-@dataclass
+@dataclass(eq=False)
 class Step:
-    """A step that has ended."""
+    """One training step of a watch."""
 
-    label: int
-    is_logged: bool
+    number: int
+    """How many steps the clock had counted when this one began."""
+    is_logged: bool = False
+    state: State = State.OPEN
+    label: int = -1
+    """What the step is called in the log; known when it has ended."""
     tags: set[str] = field(default_factory=set)
-    """The numbers that were logged to it."""
-    takes_more: bool = True
-    """Whether nothing of the next step has been seen, so that a number that is logged now may belong to this one."""
-    _pending: PackedStep | None = None
-    _state: State = State.CLOSED
-
-    def __post_init__(self) -> None:
-        if not self.is_logged:
-            self._state = State.ABANDONED
-
-    @property
-    def state(self) -> State:
-        return self._state
+    """The scalars it has. Another value of the same tag belongs to the next step."""
+    early: dict[str, Tensor | float] = field(default_factory=dict)
+    """Scalars that were logged to it while the step before it still held the recorder."""
+    was_skipped: bool = False
+    """A GradScaler has skipped the optimizer: until the next forward, scalars belong to no step."""
+    takes_late_scalars: bool = True
+    """The step has ended, and nothing of the next one has happened: what is logged now may still belong to it."""
+    closed_at: float = 0.0
+    _packed: PackedStep | None = None
 
     @property
     def is_closed(self) -> bool:
-        return self._state is State.CLOSED
+        return self.state is State.CLOSED
 
     @property
     def is_packed(self) -> bool:
-        return self._state is State.PACKED
+        return self.state is State.PACKED
+
+    def close(self, label: int, tags: frozenset[str]) -> None:
+        """The step has ended, with the scalars that are in the recorder."""
+        assert self.state is State.OPEN
+        self.label, self.closed_at = label, time.time()
+        self.tags |= tags
+        self.state = State.CLOSED if self.is_logged else State.ABANDONED
 
     def abandon(self) -> None:
-        """There is nothing to write of it."""
+        """There is nothing to write."""
         assert self.is_closed
-        self._state = State.ABANDONED
+        self.state = State.ABANDONED
 
-    def pack(self, pending: PackedStep) -> None:
-        """Its copy has been started."""
+    def pack(self, packed: PackedStep) -> None:
+        """The copy to the host has been started."""
         assert self.is_closed
-        self._pending, self._state = pending, State.PACKED
+        self._packed, self.state = replace(packed, time=self.closed_at), State.PACKED
 
     def add(self, tag: str, number: float) -> None:
-        """A number on the host, after the copy was started."""
-        assert self._pending is not None
-        self._pending = replace(self._pending, scalars={**self._pending.scalars, tag: number})
+        """Adds a scalar of the host, after the copy was started."""
+        assert self._packed is not None
+        self._packed = replace(self._packed, scalars={**self._packed.scalars, tag: number})
 
     def relabel(self, label: int) -> None:
         self.label = label
-        if self._pending is not None:
-            self._pending = replace(self._pending, step=label)
+        if self._packed is not None:
+            self._packed = replace(self._packed, step=label)
 
     @property
-    def pending(self) -> PackedStep:
-        assert self._pending is not None
-        return self._pending
+    def packed(self) -> PackedStep:
+        assert self._packed is not None
+        return self._packed
 
     def submitted(self) -> None:
-        """The pump has it now."""
+        """The background thread has it now."""
         assert self.is_packed
-        self._pending, self._state = None, State.SUBMITTED
+        self._packed, self.state = None, State.SUBMITTED

@@ -228,12 +228,12 @@ def test_no_hook_stays_behind_or_is_there_in_a_pause() -> None:
     w.step()
     assert not model._forward_pre_hooks, "off, it costs no hook"
     w.log_every(1).progress()
-    assert len(model._forward_pre_hooks) == 2
+    assert len(model._forward_pre_hooks) == 1
     with w.paused():
         assert not model._forward_pre_hooks
-    assert len(model._forward_pre_hooks) == 2
+    assert len(model._forward_pre_hooks) == 1
     copy.deepcopy(model)(torch.ones(1, 3))
-    assert not w._session._scalars.progress._samples, "a copy of the model counts for nothing"
+    assert not w._session._metrics._samples, "a copy of the model counts for nothing"
     w.close()
     assert not model._forward_pre_hooks
 

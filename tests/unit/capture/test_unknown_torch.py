@@ -58,7 +58,7 @@ def test_hooks_that_dynamo_cannot_trace_are_left_out_of_the_graph(
         return tensor_tree.tensors(output)
 
     bare = Trial(lambda trial: train(trial, fullgraph), compiled=True, is_watched=False)
-    monkeypatch.setattr(hook_types, "outputs", type("outputs", (), {"tensors": staticmethod(untraceable)}))
+    monkeypatch.setattr(hook_types, "tensor_tree", type("outputs", (), {"tensors": staticmethod(untraceable)}))
     trial = Trial(lambda trial: train(trial, fullgraph), compiled=True, is_watched=True)
     watching = trial.watches[0]
     assert trial.left == bare.left
