@@ -12,9 +12,10 @@ from functools import cache, lru_cache
 from types import SimpleNamespace
 from typing import Any
 
-import wrapt
 from tensorboard.compat.proto import event_pb2
-from tensorboard.summary.writer import event_file_writer, record_writer
+from tensorboard.summary.writer import event_file_writer
+
+from tbhooks.data.patching import Patch, wrapping
 
 Send = Callable[[bytes], None]
 
@@ -22,14 +23,15 @@ Send = Callable[[bytes], None]
 def sender(writer: Any) -> Send:
     """A function that sends the bytes of an Event to a writer's file."""
     events = writer._get_file_writer().event_writer
-    if not any(base.__module__.partition(".")[0] == "tensorboardX" for base in type(writer).__mro__):
-        use_fast_crc()
+    if not _is_tensorboardx(writer):
         return _to_tensorboard(events)
     from tensorboardX import event_file_writer as theirs  # noqa: PLC0415  only if the user has it
-    from tensorboardX import record_writer  # noqa: PLC0415
 
-    use_fast_crc(record_writer)
     return _to_tensorboardx(events, theirs)
+
+
+def _is_tensorboardx(writer: Any) -> bool:
+    return any(base.__module__.partition(".")[0] == "tensorboardX" for base in type(writer).__mro__)
 
 
 def _to_tensorboard(events: Any) -> Send:
@@ -68,34 +70,44 @@ def _passes_bytes(method: Callable[[Any, Any], Any], inner: str) -> bool:
 _SAMPLES = (b"", b"\x00", b"tbhooks", bytes(range(256)) * 5)
 
 
-@cache
-def use_fast_crc(module: Any = record_writer) -> bool:
-    """Replaces `masked_crc32c` of a record writer's module by the C implementation, if the two agree.
+def fast_crc(writer: Any) -> Patch:
+    """The patch that replaces the Python checksum of this writer's package by the one in C."""
+    return TENSORBOARDX_CRC if _is_tensorboardx(writer) else TENSORBOARD_CRC
 
-    TensorBoard computes the checksum in Python, which takes most of the time of a write. Never undone: the results are
-    identical, and another writer may be in use.
+
+def crc_patch(module: str, tried_with: str) -> Patch:
+    """Replaces `masked_crc32c` of a module by the C implementation, if the two agree.
+
+    TensorBoard computes the checksum in Python, which takes most of the time of a write.
     """
-    masked = fast_masked_crc()
-    stock = getattr(module, "masked_crc32c", None)
-    if masked is None or stock is None or any(masked(sample) != stock(sample) for sample in _SAMPLES):
-        return False
-
-    def fast(_wrapped: Any, _instance: Any, args: Any, _kwargs: Any) -> int:
-        return masked(bytes(args[0]))
-
-    wrapt.wrap_function_wrapper(module, "masked_crc32c", fast)
-    return True
+    return wrapping(module, "masked_crc32c", _fast, tried_with, accepts=agrees_with)
 
 
-def fast_masked_crc() -> Callable[[bytes], int] | None:
-    """The checksum of event files, computed in C; None if google_crc32c is not installed."""
+def _fast(_wrapped: Any, _instance: Any, args: Any, _kwargs: Any) -> int:
+    return masked_crc32c(bytes(args[0]))
+
+
+def masked_crc32c(data: bytes) -> int:
+    """The checksum of records in event files, computed in C; needs google_crc32c."""
+    crc: int = _google_crc32c().value(data)
+    return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+@cache
+def _google_crc32c() -> Any:
     try:
         import google_crc32c  # noqa: PLC0415  optional: only faster
     except ImportError:
         return None
+    return google_crc32c
 
-    def masked(data: bytes) -> int:
-        crc: int = google_crc32c.value(data)
-        return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
 
-    return masked
+def agrees_with(stock: Callable[[bytes], int] | None) -> bool:
+    """Whether the C implementation is available and gives the same checksums."""
+    if stock is None or _google_crc32c() is None:
+        return False
+    return all(masked_crc32c(sample) == stock(sample) for sample in _SAMPLES)
+
+
+TENSORBOARD_CRC = crc_patch("tensorboard.summary.writer.record_writer", "tensorboard 2.21")
+TENSORBOARDX_CRC = crc_patch("tensorboardX.record_writer", "tensorboardX 2.6")

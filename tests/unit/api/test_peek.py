@@ -350,7 +350,7 @@ def test_parameters_the_forward_itself_changes_are_told() -> None:
 
     model = Writes()
     frame = peek(model, torch.ones(1, 2))
-    assert frame.notes == ("changed in place by the pass itself, and left so: inner.weight, input",)
+    assert frame.notes == ("changed in place by the pass, and not restored: inner.weight, input",)
     assert model.plain.tolist() == [0.0, 0.0], "tensors that are attributes are put back as buffers are"
     assert model.plain._version == 0
 
