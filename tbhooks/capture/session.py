@@ -84,7 +84,7 @@ class CaptureSession:
         self._means: MeansWriter | None = None
         self._metrics: TrainingMetrics | None = None
         self._evaluation: Evaluation | None = None
-        self._replay: Replay | None = None
+        self.replay: Replay | None = None
         self._step = Step(context.first_step)
         self._ended: Step | None = None
         """The step before the open one."""
@@ -138,8 +138,8 @@ class CaptureSession:
 
     def disconnect(self) -> None:
         """Removes the hooks on optimizers, on GradScaler and on the whole model."""
-        if self._replay is not None:
-            self._replay.stop()
+        if self.replay is not None:
+            self.replay.stop()
         grad_scaler.ignore(self.scaler)
         self.clock.stop()
         self.forwards.close()
@@ -179,8 +179,8 @@ class CaptureSession:
         self.observer.detach()
         self.clock.pause()
         self.forwards.pause()
-        if self._replay is not None:
-            self._replay.stop()
+        if self.replay is not None:
+            self.replay.stop()
         for profile in self.profiles:
             profile.leave_model()
 
@@ -189,8 +189,8 @@ class CaptureSession:
         if not self._pauses:
             self.clock.watch_forwards()
             self.forwards.resume()
-            if self._replay is not None:
-                self._replay.start()
+            if self.replay is not None:
+                self.replay.start()
             if self.observer.seen is not None:
                 self.observer.attach()
             elif self.observer.gate.was_compiled:
@@ -213,10 +213,10 @@ class CaptureSession:
 
     def replay_when(self, nonfinite: Callable[[int, Replay], None]) -> None:
         """From now on the gradients of every step are checked; `nonfinite` is called if they are not finite."""
-        if self._replay is None:
-            self._replay = Replay(self._model, self.observer, nonfinite, self._report)
+        if self.replay is None:
+            self.replay = Replay(self._model, self.observer, nonfinite, self._report)
             if not self._pauses:
-                self._replay.start()
+                self.replay.start()
 
     def average(self, every: int) -> None:
         """From now on scalars are written as running means, every `every` steps."""
@@ -266,8 +266,8 @@ class CaptureSession:
         self.scaler.before_optimizer(optimizer)
         with without_dispatch_modes():
             self.tripwire.look(optimizer, self.clock.count)
-        if self._replay is not None:
-            self._replay.look(optimizer, self.clock.count)
+        if self.replay is not None:
+            self.replay.look(optimizer, self.clock.count)
         if self._metrics is not None and self._is_written(self.clock.count):
             self._metrics.before_optimizer(optimizer)
         if self.is_logging():
@@ -346,8 +346,8 @@ class CaptureSession:
         self._no_more_late_scalars()
         self._last_label = label
         self._groups.step_ended()
-        if self._replay is not None:
-            self._replay.forget()
+        if self.replay is not None:
+            self.replay.forget()
         self._log_metrics(self.clock.count)
         ended = self._ended = self._step
         ended.is_logged = self.observer.seen is not None

@@ -479,7 +479,7 @@ def test_every_is_a_whole_number_of_at_least_one(every: Any) -> None:
         ({"scalars": ("stdd",)}, "unknown stat 'stdd': did you mean 'std'"),
         ({"scalars": 3}, "scalars is"),
         ({"rules": ["nonfinite"]}, "unknown rule 'nonfinite': did you mean 'non_finite'"),
-        ({"rules": 3}, "rules is"),
+        ({"rules": 3}, "rules must be"),
         ({"include": "encoder.*"}, "include='encoder.*' matches no module"),
         ({"include": "00"}, "did you mean '0'"),
         ({"include": 3}, "include takes a glob"),
