@@ -136,7 +136,7 @@ class PerChannel:
     def _saw_weight(self, path: str, module: nn.Module, heads: int | None) -> None:
         """Once a step: as it was used, before the optimizer changes it."""
         name, word = (f"{path}.weight", "") if heads is None else (f"{path}.in_proj_weight", HEAD)
-        weight = module._parameters.get(name.rpartition(".")[2])  # noqa: SLF001  models may override named_parameters
+        weight = module._parameters.get(name.rpartition(".")[2])
         local = None if weight is None else sharded_tensors.local_tensor(weight)
         if (
             ("weight", name, word) in self._sums

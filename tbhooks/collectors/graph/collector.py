@@ -227,7 +227,7 @@ def _python_runs_in(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     hidden = {
         name if path == ROOT else f"{path}.{name}"
         for path, module in modules.items()
-        for name, part in module._modules.items()  # noqa: SLF001  named_children leaves out second names
+        for name, part in module._modules.items()
         if part is not None and dynamo.is_compiled(part)
     }
     return {

@@ -47,7 +47,7 @@ def about_module(path: str, module: nn.Module) -> dict[str, str]:
 
 
 def _direct(module: nn.Module) -> list[tuple[str, Tensor]]:
-    parameters = module._parameters  # noqa: SLF001  models may override named_parameters
+    parameters = module._parameters
     return [(name, p) for name, p in parameters.items() if p is not None and not is_lazy(p)]
 
 

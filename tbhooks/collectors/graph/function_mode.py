@@ -59,14 +59,14 @@ class Mode(OwnMode):
     def __init__(self, sees: Sees, module: nn.Module) -> None:
         super().__init__()
         self._sees = sees
-        frame = _module_call(sys._getframe(1))  # noqa: SLF001  inspect is slower
+        frame = _module_call(sys._getframe(1))
         self._outermost = NOT_CALLED if frame is None else id(frame)
         self._module = weakref.ref(module)
 
     @property
     def is_left_behind(self) -> bool:
         """Whether the call it was put on for has ended; torch runs no hook when an interrupt ends a forward."""
-        frame: FrameType | None = sys._getframe(1)  # noqa: SLF001  inspect is slower
+        frame: FrameType | None = sys._getframe(1)
         while frame is not None and not is_call(frame, self._outermost, self._module):
             frame = frame.f_back
         return frame is None

@@ -3,7 +3,6 @@
 Told by hooks when a module's call begins and ends, and by a mode what is computed in between. It looks at which
 tensors these are, never at what is in them, and keeps none.
 """
-# ruff: noqa: SLF001  torch.overrides has no public DisableTorchFunction that also covers modes
 
 from __future__ import annotations
 
