@@ -60,7 +60,7 @@ class CaptureSession:
     ) -> None:  # fmt: skip
         self._model = weakref.ref(unwrap(model))
         self._kinds = kinds
-        self._context, self._rank, self._team = context, context.rank, context.team
+        self._context, self._rank, self._rank_group = context, context.rank, context.rank_group
         self._submit = submit
         self._report = report
         self.raise_if_asked = raise_if_asked
@@ -108,7 +108,7 @@ class CaptureSession:
         with self._report.guarded("closing"), self.clock.lock:
             self._step_is_over()
             # The other ranks have no interrupted step. Where forwards end steps, the last one is complete.
-            is_merged = self._team is not None and self.clock.mode != "forward"
+            is_merged = self._rank_group is not None and self.clock.mode != "forward"
             if self.observer.seen is not None and self.recorder.calls and not is_merged:
                 self._read_interrupted(is_failing)
                 self._ended, self._step.is_logged = self._step, True
@@ -165,7 +165,7 @@ class CaptureSession:
             return
         with self._report.guarded("submitting a step"), self.clock.lock:
             self._step_is_over()
-            if self.observer.seen is None and self._team is None:
+            if self.observer.seen is None and self._rank_group is None:
                 self._submit_late_scalars()
             self._finish_evaluation()
             if for_good and self._means is not None:
@@ -386,10 +386,10 @@ class CaptureSession:
 
     def _pack(self, step: Step) -> None:
         """PACKED, or ABANDONED. Whatever goes wrong, the recorder is free for the next step afterwards."""
-        if self._context.has_missed_the_others:
+        if self._context.was_made_too_early:
             self._report.log_once("ranks are not merged: call init_process_group() before watch()")
         try:
-            if not self._context.is_another and (self.recorder.has_something or self._team is not None):
+            if not self._context.rank_has_changed and (self.recorder.has_something or self._rank_group is not None):
                 step.pack(self._copy(step.label))
                 self.logged += 1
         finally:
@@ -409,12 +409,12 @@ class CaptureSession:
     def _waits_with_its_copy(self) -> bool:
         """Whether scalars may yet come that are to be in the copy of the step that has ended."""
         may_come = self._scalars.come_late_from_devices or (self._means is not None and self._means.is_due)
-        return may_come and self._team is None and self.clock.mode != "forward" and not self._pauses
+        return may_come and self._rank_group is None and self.clock.mode != "forward" and not self._pauses
 
     @property
     def _other_ranks_wait(self) -> bool:
         """Ranks are merged, and the others wait for the step. The first one may still get a label."""
-        return self._team is not None and (self.clock.mode == "manual" or self.logged > 1)
+        return self._rank_group is not None and (self.clock.mode == "manual" or self.logged > 1)
 
     def _copy(self, label: int) -> PackedStep:
         """Starts the one copy to the host, with everything that waits for one."""
@@ -441,8 +441,8 @@ class CaptureSession:
 
     def _is_logged(self, step: int) -> bool:
         """Whether this process reads the step. Other ranks than the first may have nothing to do, or no longer."""
-        is_over = self._rank != 0 and self._team is not None and self._team.is_over
-        return self.schedule.logs(step) and not is_over and not self._context.is_another
+        is_over = self._rank != 0 and self._rank_group is not None and self._rank_group.is_over
+        return self.schedule.logs(step) and not is_over and not self._context.rank_has_changed
 
     # Scalars of the step that has ended.
 

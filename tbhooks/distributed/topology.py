@@ -61,10 +61,10 @@ def join(description: handshake.Description, first_step: int) -> RankContext:
     if not (distributed.is_available() and distributed.is_initialized()):
         if rank_and_world()[1] > 1:
             raise ArgumentError('ranks="merge" needs the process group: call init_process_group() before watch()')
-        return RankContext(first_step=first_step, wants_team=True)
+        return RankContext(first_step=first_step, wants_rank_group=True)
     rank, world = distributed.get_rank(), distributed.get_world_size()
     if world == 1:
-        return RankContext(first_step=first_step, wants_team=True)
+        return RankContext(first_step=first_step, wants_rank_group=True)
     agreed = _shake_hands(description, rank, world, first_step)
     timeout = min(COLLECTIVE_TIMEOUT, _job_timeout())
     group = distributed.new_group(backend="gloo", timeout=timeout)
