@@ -48,8 +48,8 @@ class HasDestination(Protocol):
     @property
     def destination(self) -> str: ...
 
-    def drain_before_close(self, drain: Callable[[], None]) -> None:
-        """Has `drain` called before the destination is closed."""
+    def flush_before_close(self, flush: Callable[[], None]) -> None:
+        """Makes the sink call `flush` before its destination is closed."""
 
 
 class Lifecycle:
@@ -217,7 +217,7 @@ class Lifecycle:
         taken = {destination for other in open_watches if other is not self for destination in other.destinations}
         for sink in sinks:
             if isinstance(sink, HasDestination):
-                sink.drain_before_close(self.drain)
+                sink.flush_before_close(self.drain)
                 if sink.destination in taken:
                     self.report.log_once(
                         f"another open watch writes to {sink.destination} too: where their tags are the same, their "

@@ -477,7 +477,7 @@ def test_every_is_a_whole_number_of_at_least_one(every: Any) -> None:
         ({"kinds": ()}, "at least one of"),
         ({"kinds": "weights"}, "did you mean 'weight'"),
         ({"scalars": ("stdd",)}, "unknown stat 'stdd': did you mean 'std'"),
-        ({"scalars": 3}, "scalars is"),
+        ({"scalars": 3}, "scalars must be"),
         ({"rules": ["nonfinite"]}, "unknown rule 'nonfinite': did you mean 'non_finite'"),
         ({"rules": 3}, "rules must be"),
         ({"include": "encoder.*"}, "include='encoder.*' matches no module"),
