@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,18 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
-from tests.support import fake_device, reference, zoo
+from tests.support import fake_device, groups, reference, zoo
 from tests.support.fake_device import DEVICE, FakeDeviceTensor, Log, put, to_device
+from tests.support.slow import COLLECTED, cases
 from tests.support.zoo import ZOO
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
 
 # --- The zoo --------------------------------------------------------------------------------------
 
@@ -124,6 +117,74 @@ def test_awkward_cases_are_awkward() -> None:
     sparse: Any = ZOO["sparse_embedding"].build()
     ZOO["sparse_embedding"].loss(sparse, ZOO["sparse_embedding"].batch()).backward()
     assert sparse[0].weight.grad.is_sparse
+
+
+# --- What make test leaves out ----------------------------------------------------------------------
+
+
+def slow_marks(request: pytest.FixtureRequest) -> dict[str, list[pytest.Mark | None]]:
+    """The marker `slow` of every case, or None, by test."""
+    if any("::" in argument for argument in request.config.args):
+        pytest.skip("only some cases were collected")
+    found: dict[str, list[pytest.Mark | None]] = {}
+    for item in request.config.stash[COLLECTED]:
+        found.setdefault(item.nodeid.partition("[")[0], []).append(item.get_closest_marker("slow"))
+    return found
+
+
+def test_every_slow_case_says_why(request: pytest.FixtureRequest) -> None:
+    marks = {test: [mark for mark in each if mark is not None] for test, each in slow_marks(request).items()}
+    assert not [test for test, each in marks.items() if not all(mark.kwargs.get("reason") for mark in each)]
+
+
+def test_every_test_keeps_a_case_in_make_test_or_names_the_test_that_covers_it(request: pytest.FixtureRequest) -> None:
+    names = {test.partition("::")[2].split("::")[0] for test in slow_marks(request)}
+    whole = len(names) > 1000  # and not some files alone
+    for test, marks in slow_marks(request).items():
+        if None not in marks:
+            covered_by = {mark.kwargs.get("covered_by") for mark in marks if mark is not None}
+            assert all(covered_by), f"{test} has no case in make test, and does not say what covers it"
+            assert not whole or covered_by <= names, f"{test} is covered by {covered_by}, which there is not"
+
+
+def test_cases_are_slow_but_for_those_that_are_named() -> None:
+    plain, left_out = cases({"a": 1, "b": 2}, always={"a"}, reason="long")
+    assert (plain.values, plain.id, [*plain.marks]) == ((1,), "a", [])
+    assert (left_out.values, left_out.id, left_out.marks[0].kwargs["reason"]) == ((2,), "b", "long")
+    with pytest.raises(ValueError, match="no such case"):
+        cases(["a"], always={"b"}, reason="long")
+    with pytest.raises(ValueError, match="at least one"):
+        cases(["a"], always=(), reason="long")
+
+
+def test_groups_say_what_was_skipped_and_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "test_some.py"
+    file.write_text(
+        "import pytest\ndef test_a(): pass\ndef test_b(): pytest.skip('no mains')\n"
+        "@pytest.mark.xfail\ndef test_c(): assert False\n"
+    )
+    broken = tmp_path / "test_broken.py"
+    broken.write_text("def test_d(): assert False\n")
+    absent = groups.Group((), missing=lambda: "there is no oven")
+    monkeypatch.setattr(groups, "GROUPS", {"some": groups.Group((str(file),)), "absent": absent})
+    assert groups.main([]) == 0
+    some, skipped = capsys.readouterr().out.splitlines()[-2:]
+    assert some.startswith("some: passed in ")
+    assert some.endswith(" s, 2 passed, 1 skipped; 1 skipped: no mains")
+    assert skipped == "absent: skipped, there is no oven"
+    assert groups.main(["absent"]) == 1, "a group that was asked for and cannot run"
+    groups.GROUPS["some"] = groups.Group((str(broken),))
+    assert groups.main(["some"]) == 1
+    assert "some: FAILED in " in capsys.readouterr().out
+
+
+def test_every_file_of_tests_is_in_a_group() -> None:
+    """Those that the groups of all files ignore have a group of their own."""
+    ignored = {argument.removeprefix("--ignore=") for argument in groups.OTHERS}
+    own = {argument for group in groups.GROUPS.values() for argument in group.arguments if argument[:6] == "tests/"}
+    assert ignored == own
 
 
 # --- Reference statistics -------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tbhooks import runs
 from tbhooks.data.frame import KINDS
 from tests.support.processes import without_torch_log
+from tests.support.slow import cases, slow
 
 SCRIPTS = Path(__file__).parents[3] / "examples" / "scripts"
 EVERY = 5
@@ -51,8 +52,11 @@ CASES = {
     "raises": Case(("raises.py",), (0, 5, 10), "(root)", "bias", code=1),
     "without_torch": Case(("without_torch.py", "-m", "x"), runs=()),
 }
-# What they show is shown by smaller means elsewhere.
-SLOW = ("arguments", "compiled_model", "own_writer", "progress_bar")
+# Each starts two processes that import torch. Of frameworks Lightning is in `make test`, of the ways to end an
+# exception; test_run_launcher.py has every way to end, test_run_model_finder.py several models.
+SLOW = (
+    "arguments", "compiled_model", "own_writer", "progress_bar", "trainer_gpt", "accelerate_loop", "gan", "exits_3",
+)  # fmt: skip
 
 
 def environment() -> dict[str, str]:
@@ -84,7 +88,8 @@ def tags_of(directory: Path) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in CASES]
+    "name",
+    cases(list(CASES), always={*CASES} - {*SLOW}, reason="test_run_model_finder.py and test_run_options.py have it"),
 )
 def test_a_script_does_what_it_did_and_leaves_a_run_full_of_tags(tmp_path: Path, name: str) -> None:
     case = CASES[name]
@@ -146,7 +151,7 @@ def test_torchrun_starts_it_on_every_rank_and_the_first_writes(tmp_path: Path) -
     assert sorted(re.findall(r"rank \d", ran.stdout)) == ["rank 0", "rank 1"]
 
 
-@pytest.mark.slow
+@slow("two runs of torchrun", covered_by="test_torchrun_starts_it_on_every_rank_and_the_first_writes")
 def test_every_rank_trains_to_the_same_bit_under_torchrun(tmp_path: Path) -> None:
     bare = by_torchrun(tmp_path / "bare", SPREAD)
     watched = by_torchrun(tmp_path / "watched", "-m", "tbhooks", "run", "--every", "1", SPREAD)
@@ -158,7 +163,13 @@ def test_every_rank_trains_to_the_same_bit_under_torchrun(tmp_path: Path) -> Non
 SHARDED = str(SCRIPTS / "fsdp_loop.py")
 
 
-@pytest.mark.parametrize("merged", [False, True], ids=["local", "merge"])
+@pytest.mark.parametrize(
+    "merged",
+    [
+        pytest.param(False, id="local", marks=slow("torchrun takes seconds; test_ranks.py has sharded local ranks")),
+        pytest.param(True, id="merge"),
+    ],
+)
 def test_sharded_parameters_are_merged_where_asked_for_and_told_of_where_not(tmp_path: Path, merged: bool) -> None:
     options = ("--ranks", "merge") if merged else ()
     ran = by_torchrun(tmp_path / "run", "-m", "tbhooks", "run", "--every", "5", *options, SHARDED)
