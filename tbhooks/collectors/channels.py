@@ -201,8 +201,8 @@ def of_model(
     collector = ChannelCollector(choice, kinds, draws, recorder, report)
     if not any(collector.wants(path, module) for path, module in selection.walk(model).by_path.items()):
         raise ArgumentError(
-            f"pattern={pattern!r} matches no module with channels or heads (convolutions, linear layers, batch and group "
-            "norms, attention)"
+            f"pattern={pattern!r} matches no module with channels or heads (convolutions, linear layers, batch and "
+            "group norms, attention)"
         )
     return collector
 
