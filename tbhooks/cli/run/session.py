@@ -13,7 +13,6 @@ import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tbhooks.api.lifecycle import close_together
 from tbhooks.cli.run import console
 from tbhooks.cli.run.console import Terminal
 from tbhooks.cli.run.launcher import launch
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from tbhooks.api.handle import Watch
+    from tbhooks.api.lifecycle import Lifecycle
     from tbhooks.cli.run.destinations import Destination, Destinations
     from tbhooks.cli.run.model_finder import Finder
 
@@ -83,7 +83,10 @@ class Session:
 
     def close(self) -> str:
         """Leaves everything as it was; returns what there is to say."""
-        close_together(watching for watching, _ in self.watched)
+        if self.watched:
+            from tbhooks.api.lifecycle import close_together  # noqa: PLC0415  loads torch, which is there by then
+
+            close_together(self._lifecycles())
         self._stop()
         said = console.told(self.watched, self._why_nothing())
         if self.terminal.left_out:
@@ -146,8 +149,13 @@ class Session:
         return self._destinations
 
     def _drain(self) -> None:
-        for watching, _ in self.watched:
-            watching._drain()
+        for lifecycle in self._lifecycles():
+            lifecycle.drain()
+
+    def _lifecycles(self) -> list[Lifecycle]:
+        from tbhooks.api.handle import lifecycle_of  # noqa: PLC0415  loads torch, which is there by then
+
+        return [lifecycle_of(watching) for watching, _ in self.watched]
 
     # What is found.
 
@@ -168,9 +176,9 @@ class Session:
 
     def _is_known(self, model: nn.Module) -> bool:
         """Whether it is watched already, by itself or as a part of another."""
-        from tbhooks.api.handle import open_watches  # noqa: PLC0415
+        from tbhooks.api.lifecycle import open_watches  # noqa: PLC0415
 
-        mine = [watching._model() for watching in open_watches() if watching in dict(self.watched)]
+        mine = [lifecycle.model() for lifecycle in self._lifecycles() if lifecycle in open_watches]
         return any(part is model for whole in mine if whole is not None for part in whole.modules())
 
     def _stop_looking(self) -> None:
@@ -199,10 +207,9 @@ class Session:
 
     def _is_watched(self, model: nn.Module | None) -> bool:
         """Whether the script does that itself."""
-        from tbhooks.api.handle import open_watches  # noqa: PLC0415
+        from tbhooks.api.lifecycle import open_watches  # noqa: PLC0415
 
-        ours = {id(watching) for watching, _ in self.watched}
-        theirs = [watching._model() for watching in open_watches() if id(watching) not in ours]
+        theirs = [lifecycle.model() for lifecycle in open_watches - set(self._lifecycles())]
         if model is not None and any(_overlap(model, other) for other in theirs if other is not None):
             self._is_watched_by_script = True
             return True

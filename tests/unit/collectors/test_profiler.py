@@ -160,7 +160,7 @@ def test_steps_that_are_over_and_runs_without_a_place_are_refused() -> None:
         with pytest.raises(tbhooks.ArgumentError, match=re.escape("give watch() a local directory")):
             w.profile(steps=(1, 2))
         train(model, optimizer, 3)
-        with pytest.raises(tbhooks.ArgumentError, match="which is 3"):
+        with pytest.raises(tbhooks.ArgumentError, match="current step of this watch, 3"):
             w.profile(steps=(2, 4))
 
 
