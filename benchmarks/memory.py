@@ -31,7 +31,7 @@ from models import WORKLOADS, chain, chain_loss
 import tbhooks
 import tbhooks.sinks.tensorboard  # in the bare process too: importing it is not what is measured
 from tbhooks.cli.bench import runner, timing, workload
-from tbhooks.cli.bench.timing import Trainee
+from tbhooks.cli.bench.timing import Variant
 
 WAYS = {
     "bare": timing.bare,
@@ -64,12 +64,12 @@ def child(model: str, way: str) -> Numbers:
     torch.manual_seed(0)
     used = WORKLOADS[model]
     with tempfile.TemporaryDirectory() as directory:
-        trainee = Trainee(way, used.build().train(), used.loss, WAYS[way], Path(directory))
-        trainee.steps(STEPS)
+        variant = Variant(way, used.build().train(), used.loss, WAYS[way], Path(directory))
+        variant.steps(STEPS)
         told = {"peak_mb": resident("VmHWM")}
-        if trainee.watching is not None:
-            told |= buffers(trainee.watching)
-        trainee.close()
+        if variant.watching is not None:
+            told |= buffers(variant.watching)
+        variant.close()
     return told
 
 
@@ -105,15 +105,15 @@ def allocated(model: str) -> Numbers:
 def flatness(steps: int) -> Numbers:
     """Resident kilobytes a step gained over the second half of a long run that logs each of them."""
     with tempfile.TemporaryDirectory() as directory:
-        trainee = Trainee("", chain(20), chain_loss, timing.watched(every=1, histograms=1), Path(directory))
+        variant = Variant("", chain(20), chain_loss, timing.watched(every=1, histograms=1), Path(directory))
         at, megabytes = [], []
         for start in range(0, steps, max(1, steps // SAMPLES)):
-            trainee.steps(max(1, steps // SAMPLES))
+            variant.steps(max(1, steps // SAMPLES))
             at.append(start)
             megabytes.append(resident("VmRSS"))
             print(f"\rmemory: step {start} of {steps}   ", end="", file=sys.stderr, flush=True)
         print(file=sys.stderr)
-        trainee.close()
+        variant.close()
     half = len(at) // 2
     slope = float(np.polyfit(at[half:], megabytes[half:], 1)[0])
     return {"steps": float(steps), "kb_a_step": 1024 * slope, "first_mb": megabytes[0], "last_mb": megabytes[-1]}

@@ -27,7 +27,7 @@ from torch import nn
 
 import tbhooks
 from tbhooks.cli.bench import timing
-from tbhooks.cli.bench.timing import HostTimer, Trainee
+from tbhooks.cli.bench.timing import HostTimer, Variant
 
 MODULES = (100, 1_000, 10_000)
 ATTACH_TARGET_MS = 100.0
@@ -65,18 +65,18 @@ def logging_steps(model: nn.Module, rounds: int, directory: Path) -> Numbers:
         "scalars": timing.watched(every=1, histograms=False),
         "histograms": timing.watched(every=1, histograms=1),
     }
-    trainees = {
-        name: Trainee(name, copy.deepcopy(model), chain_loss, observe, directory / name)
+    variants = {
+        name: Variant(name, copy.deepcopy(model), chain_loss, observe, directory / name)
         for name, observe in ways.items()
     }
-    for trainee in trainees.values():
-        trainee.steps(2)
-    timing.run_rounds(list(trainees.values()), rounds, 1, HostTimer())
-    least = {name: min(trainee.seconds.values()) for name, trainee in trainees.items()}
-    latest = trainees["histograms"].watching.latest
+    for variant in variants.values():
+        variant.steps(2)
+    timing.run_rounds(list(variants.values()), rounds, 1, HostTimer())
+    least = {name: min(variant.seconds.values()) for name, variant in variants.items()}
+    latest = variants["histograms"].watching.latest
     sites = len(latest.sites)
-    for trainee in trainees.values():
-        trainee.close()
+    for variant in variants.values():
+        variant.close()
     told = {"sites": float(sites), "bare_ms": 1e3 * least["bare"]}
     for name in ("scalars", "histograms"):
         extra = least[name] - least["bare"]

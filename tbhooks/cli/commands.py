@@ -13,7 +13,6 @@ from pathlib import Path
 
 import tbhooks
 from tbhooks import rules, runs
-from tbhooks.cli import run as run_command
 from tbhooks.data.errors import check_integer
 from tbhooks.drawing.text import printable
 from tbhooks.runs import compare, report_data
@@ -39,8 +38,8 @@ argument is wrong or a run cannot be read; 130 after Ctrl-C.
 """
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns the exit code."""
+def main(arguments: Sequence[str]) -> int:
+    """Runs any subcommand but `run`, which `tbhooks.cli.main` handles. Returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="tbhooks",
         description="Monitoring and diagnosis of PyTorch training, for TensorBoard.",
@@ -56,10 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_bench(verbs.add_parser("bench", help="measure the overhead of monitoring on this machine, with your model"))
     listing = verbs.add_parser("rules", help="list diagnostic rules")
     listing.set_defaults(verb=_rules)
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    if words[:1] == ["run"]:
-        return run_command.main(words[1:])
-    options = parser.parse_args(words)
+    options = parser.parse_args(arguments)
     code: int = options.verb(options)
     return code
 
@@ -199,9 +195,7 @@ def _add_bench(bench: argparse.ArgumentParser) -> None:
     bench.add_argument("--model", metavar="MODULE:FACTORY", help="the model to train (default: a small transformer)")
     bench.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default: %(default)s)")
     bench.add_argument("--every", type=int, default=100, metavar="N", help="log every Nth step (default: %(default)s)")
-    bench.add_argument(
-        "--steps", type=int, metavar="N", help="timed steps per variant (default: as many as fit in a minute)"
-    )
+    bench.add_argument("--steps", type=int, metavar="N", help="timed steps per variant (default: a minute's worth)")
     bench.add_argument("--threads", type=int, metavar="N", help="CPU threads of torch (default: torch's own)")
     bench.add_argument("--json", metavar="FILE", help="also write the numbers to this file")
     bench.set_defaults(verb=_bench)

@@ -108,7 +108,7 @@ def test_a_script_does_what_it_did_and_leaves_a_run_full_of_tags(tmp_path: Path,
         [directory] = (tmp_path / "watched").glob(pattern)
         check_run(directory, case)
         assert any(line.startswith(f"{OURS}{directory.relative_to(tmp_path / 'watched')}: ") for line in said)
-    assert said[-1].startswith(f"{OURS}to look: tensorboard --logdir ")
+    assert said[-1].startswith(f"{OURS}to view: tensorboard --logdir ")
 
 
 def check_run(directory: Path, case: Case) -> None:
