@@ -24,7 +24,7 @@ from tbhooks.capture.autograd import in_backward, is_traced, without_dispatch_mo
 from tbhooks.capture.dynamo import dynamo_disable
 from tbhooks.capture.hooks.hook_types import ForwardHook
 from tbhooks.capture.hooks.observer import Observer
-from tbhooks.capture.preserve_state import gradients_aside, untouched
+from tbhooks.capture.preserve_state import preserved, without_gradients
 from tbhooks.capture.recorder import Recorder
 from tbhooks.capture.selection import Selector
 from tbhooks.capture.session import CaptureSession
@@ -85,7 +85,7 @@ def peek(model: nn.Module, /, *args: Any, loss: Loss = None, keep: Any = None, *
     report = Report()
     recorder = Recorder(KINDS if loss is None else KINDS_WITH_LOSS)
     observer = _PeekObserver(model, recorder, report, _chosen(model, keep))
-    with _watches_paused(model), untouched(model, dict(tensor_tree.inputs(args, kwargs))) as unrestored:
+    with _watches_paused(model), preserved(model, dict(tensor_tree.inputs(args, kwargs))) as unrestored:
         notes = _run(model, args, kwargs, loss, observer, recorder, report)
         frame = _frame(recorder)
     judged = RuleEngine(ONE_PASS_RULES, History())(frame)
@@ -237,7 +237,7 @@ def _next_sequence_number() -> int:
 
 
 def _sequence_number(node: Any) -> int:
-    return int(node._sequence_nr())
+    return int(node._sequence_nr())  # noqa: SLF001  nothing else says how old a node is
 
 
 def _backward(loss: Tensor, model: nn.Module, begin: int) -> None:
@@ -255,7 +255,7 @@ def _backward(loss: Tensor, model: nn.Module, begin: int) -> None:
             "cannot run without it: call peek() without a loss, or checkpoint with use_reentrant=False"
         )
     else:
-        with gradients_aside(leaf for leaf in graph.leaves if id(leaf) not in own):
+        with without_gradients(leaf for leaf in graph.leaves if id(leaf) not in own):
             torch.autograd.backward(loss, retain_graph=graph.is_older)
 
 
@@ -288,8 +288,8 @@ class _PeekObserver(Observer):
         self._sizes: dict[str, int] = {}
         self._calls: dict[str, int] = {}
 
-    def saw_output(self, hook: ForwardHook, output: object) -> None:
-        super().saw_output(hook, output)
+    def on_output(self, hook: ForwardHook, output: object) -> None:
+        super().on_output(hook, output)
         if in_backward() or is_traced():
             return
         with self._report.guarded(f"output of {hook.path}"), without_dispatch_modes():
@@ -343,9 +343,9 @@ def _watches_paused(model: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def _paused(session: CaptureSession) -> Iterator[None]:
     """Like `Watch.paused`, but the open step goes on afterwards as if nothing had happened."""
-    observer, replay = session.observer, session._replay
-    seen, was_open, were_on = observer.seen, observer.gate.open, observer.placement._are_on
-    passes = [] if replay is None else replay._passes
+    observer, replay = session.observer, session.replay
+    seen, was_open, was_attached = observer.seen, observer.gate.open, observer.placement.is_attached
+    passes = [] if replay is None else replay.passes
     session.pause()
     observer.remove()
     observer.seen = None
@@ -354,8 +354,8 @@ def _paused(session: CaptureSession) -> Iterator[None]:
     finally:
         observer.seen = seen
         session.resume()
-        if were_on:
+        if was_attached:
             observer.placement.attach()
         observer.gate.open = was_open
         if replay is not None:
-            replay._passes = passes
+            replay.passes = passes

@@ -60,7 +60,7 @@ class CaptureSession:
     ) -> None:  # fmt: skip
         self._model = weakref.ref(unwrap(model))
         self._kinds = kinds
-        self._context, self._rank, self._team = context, context.rank, context.team
+        self._context, self._rank, self._rank_group = context, context.rank, context.rank_group
         self._submit = submit
         self._report = report
         self.raise_if_asked = raise_if_asked
@@ -84,7 +84,7 @@ class CaptureSession:
         self._means: MeansWriter | None = None
         self._metrics: TrainingMetrics | None = None
         self._evaluation: Evaluation | None = None
-        self._replay: Replay | None = None
+        self.replay: Replay | None = None
         self._step = Step(context.first_step)
         self._ended: Step | None = None
         """The step before the open one."""
@@ -108,7 +108,7 @@ class CaptureSession:
         with self._report.guarded("closing"), self.clock.lock:
             self._step_is_over()
             # The other ranks have no interrupted step. Where forwards end steps, the last one is complete.
-            is_merged = self._team is not None and self.clock.mode != "forward"
+            is_merged = self._rank_group is not None and self.clock.mode != "forward"
             if self.observer.seen is not None and self.recorder.calls and not is_merged:
                 self._read_interrupted(is_failing)
                 self._ended, self._step.is_logged = self._step, True
@@ -138,8 +138,8 @@ class CaptureSession:
 
     def disconnect(self) -> None:
         """Removes the hooks on optimizers, on GradScaler and on the whole model."""
-        if self._replay is not None:
-            self._replay.stop()
+        if self.replay is not None:
+            self.replay.stop()
         grad_scaler.ignore(self.scaler)
         self.clock.stop()
         self.forwards.close()
@@ -165,7 +165,7 @@ class CaptureSession:
             return
         with self._report.guarded("submitting a step"), self.clock.lock:
             self._step_is_over()
-            if self.observer.seen is None and self._team is None:
+            if self.observer.seen is None and self._rank_group is None:
                 self._submit_late_scalars()
             self._finish_evaluation()
             if for_good and self._means is not None:
@@ -179,8 +179,8 @@ class CaptureSession:
         self.observer.detach()
         self.clock.pause()
         self.forwards.pause()
-        if self._replay is not None:
-            self._replay.stop()
+        if self.replay is not None:
+            self.replay.stop()
         for profile in self.profiles:
             profile.leave_model()
 
@@ -189,8 +189,8 @@ class CaptureSession:
         if not self._pauses:
             self.clock.watch_forwards()
             self.forwards.resume()
-            if self._replay is not None:
-                self._replay.start()
+            if self.replay is not None:
+                self.replay.start()
             if self.observer.seen is not None:
                 self.observer.attach()
             elif self.observer.gate.was_compiled:
@@ -213,10 +213,10 @@ class CaptureSession:
 
     def replay_when(self, nonfinite: Callable[[int, Replay], None]) -> None:
         """From now on the gradients of every step are checked; `nonfinite` is called if they are not finite."""
-        if self._replay is None:
-            self._replay = Replay(self._model, self.observer, nonfinite, self._report)
+        if self.replay is None:
+            self.replay = Replay(self._model, self.observer, nonfinite, self._report)
             if not self._pauses:
-                self._replay.start()
+                self.replay.start()
 
     def average(self, every: int) -> None:
         """From now on scalars are written as running means, every `every` steps."""
@@ -266,8 +266,8 @@ class CaptureSession:
         self.scaler.before_optimizer(optimizer)
         with without_dispatch_modes():
             self.tripwire.look(optimizer, self.clock.count)
-        if self._replay is not None:
-            self._replay.look(optimizer, self.clock.count)
+        if self.replay is not None:
+            self.replay.look(optimizer, self.clock.count)
         if self._metrics is not None and self._is_written(self.clock.count):
             self._metrics.before_optimizer(optimizer)
         if self.is_logging():
@@ -346,8 +346,8 @@ class CaptureSession:
         self._no_more_late_scalars()
         self._last_label = label
         self._groups.step_ended()
-        if self._replay is not None:
-            self._replay.forget()
+        if self.replay is not None:
+            self.replay.forget()
         self._log_metrics(self.clock.count)
         ended = self._ended = self._step
         ended.is_logged = self.observer.seen is not None
@@ -386,10 +386,10 @@ class CaptureSession:
 
     def _pack(self, step: Step) -> None:
         """PACKED, or ABANDONED. Whatever goes wrong, the recorder is free for the next step afterwards."""
-        if self._context.has_missed_the_others:
+        if self._context.was_made_too_early:
             self._report.log_once("ranks are not merged: call init_process_group() before watch()")
         try:
-            if not self._context.is_another and (self.recorder.has_something or self._team is not None):
+            if not self._context.rank_has_changed and (self.recorder.has_something or self._rank_group is not None):
                 step.pack(self._copy(step.label))
                 self.logged += 1
         finally:
@@ -409,12 +409,12 @@ class CaptureSession:
     def _waits_with_its_copy(self) -> bool:
         """Whether scalars may yet come that are to be in the copy of the step that has ended."""
         may_come = self._scalars.come_late_from_devices or (self._means is not None and self._means.is_due)
-        return may_come and self._team is None and self.clock.mode != "forward" and not self._pauses
+        return may_come and self._rank_group is None and self.clock.mode != "forward" and not self._pauses
 
     @property
     def _other_ranks_wait(self) -> bool:
         """Ranks are merged, and the others wait for the step. The first one may still get a label."""
-        return self._team is not None and (self.clock.mode == "manual" or self.logged > 1)
+        return self._rank_group is not None and (self.clock.mode == "manual" or self.logged > 1)
 
     def _copy(self, label: int) -> PackedStep:
         """Starts the one copy to the host, with everything that waits for one."""
@@ -441,8 +441,8 @@ class CaptureSession:
 
     def _is_logged(self, step: int) -> bool:
         """Whether this process reads the step. Other ranks than the first may have nothing to do, or no longer."""
-        is_over = self._rank != 0 and self._team is not None and self._team.is_over
-        return self.schedule.logs(step) and not is_over and not self._context.is_another
+        is_over = self._rank != 0 and self._rank_group is not None and self._rank_group.is_over
+        return self.schedule.logs(step) and not is_over and not self._context.rank_has_changed
 
     # Scalars of the step that has ended.
 

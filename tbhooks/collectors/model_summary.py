@@ -55,7 +55,7 @@ class SummaryCollector:
     def begin(self) -> None:
         self.forget()
 
-    def saw(self, path: str, kind: str, index: str, tensor: Tensor) -> None:
+    def on_tensor(self, path: str, kind: str, index: str, tensor: Tensor) -> None:
         if self._is_whole or self._is_done or kind == "functional":
             return
         if not self._samples and tensor.dim():
@@ -75,7 +75,7 @@ class SummaryCollector:
             return
         self._is_done = True
         self.layers = layers = self._described()
-        self._collectors.change_wishes()
+        self._collectors.change_subscription()
 
         def make(_read: Read) -> Iterable[Artifact]:
             return [as_artifact(layers)]
@@ -97,7 +97,8 @@ def described(model: nn.Module, seen: Mapping[str, _Outputs], samples: int) -> L
     counted: dict[int, str] = {}
     layers: dict[str, Layer] = {}
     for path, module in modules.items():
-        own = {name: p for name, p in module._parameters.items() if p is not None and not is_lazy(p)}
+        parameters = module._parameters
+        own = {name: p for name, p in parameters.items() if p is not None and not is_lazy(p)}
         if own or _has_no_parts(module):
             layers[path] = _layer(path, module, own, counted, seen.get(path, _Outputs()))
     order = [path for path in seen if path in layers] + [path for path in layers if path not in seen]

@@ -1,4 +1,4 @@
-"""What the user closes before the watch is: everything that has been logged goes there first."""
+"""Calls a function before the user flushes or closes a writer, so that all logged steps get there first."""
 
 from __future__ import annotations
 
@@ -6,37 +6,33 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import wrapt
+from tbhooks.data.patching import wrap_attribute
 
-# What to call before something is flushed or closed; several watches may share it.
-_drains: weakref.WeakKeyDictionary[Any, list[Callable[[], None]]] = weakref.WeakKeyDictionary()
+# The functions to call before the methods of a writer; several watches may share a writer.
+_callbacks: weakref.WeakKeyDictionary[Any, list[Callable[[], None]]] = weakref.WeakKeyDictionary()
+_unwrap: weakref.WeakKeyDictionary[Any, list[Callable[[], None]]] = weakref.WeakKeyDictionary()
 
 
-def drain_first(writer: Any, drain: Callable[[], None], before: tuple[str, ...]) -> Callable[[], None]:
-    """Has `drain` called before these methods of a writer; returns what undoes it."""
-    drains = _drains.setdefault(writer, [])
-    if not drains:
-        for name in before:
-            wrapt.wrap_function_wrapper(writer, name, lambda f, _, args, kwargs: _draining(writer, f, args, kwargs))
-    drains.append(drain)
+def call_before(writer: Any, methods: tuple[str, ...], callback: Callable[[], None]) -> Callable[[], None]:
+    """Wraps these methods of a writer so that they first call `callback`; returns a function that undoes it."""
+    callbacks = _callbacks.setdefault(writer, [])
+    if not callbacks:
+        _unwrap[writer] = [wrap_attribute(writer, name, _calling_first(weakref.ref(writer))) for name in methods]
+    callbacks.append(callback)
 
     def undo() -> None:
-        drains.remove(drain)
-        if not drains:
-            for name in before:
-                _unwrap(writer, name)
+        callbacks.remove(callback)
+        if not callbacks:
+            for unwrap in _unwrap.pop(writer):
+                unwrap()
 
     return undo
 
 
-def _unwrap(writer: Any, name: str) -> None:
-    """Puts back what was there: the class's own method, or one that was set on this writer."""
-    wrapped = writer.__dict__.pop(name).__wrapped__
-    if getattr(wrapped, "__func__", None) is not getattr(type(writer), name):
-        setattr(writer, name, wrapped)
+def _calling_first(writer: weakref.ref[Any]) -> Callable[..., Any]:
+    def wrapper(wrapped: Callable[..., Any], _instance: Any, args: Any, kwargs: Any) -> Any:
+        for callback in list(_callbacks.get(writer(), ())):
+            callback()
+        return wrapped(*args, **kwargs)
 
-
-def _draining(writer: Any, wrapped: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    for drain in list(_drains.get(writer, ())):
-        drain()
-    return wrapped(*args, **kwargs)
+    return wrapper

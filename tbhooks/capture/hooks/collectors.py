@@ -1,14 +1,14 @@
-"""Who looks on while logged steps run, besides the statistics: one file each. Asked for by a call on the watch.
+"""Collectors read tensors of logged steps besides the statistics: images, channels, the graph and others.
 
-An onlooker looks at tensors in the training thread, without waiting for the device; what it wants to show rides
-in the step's one copy and is made in the background. Where nobody looks on, nothing is done.
+A collector is called with tensors in the training thread and never waits for the device. What it collects is copied to
+the host with the step, and made into artifacts in the background. Without collectors nothing is done.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -17,46 +17,48 @@ from tbhooks.capture.recorder import Recorder
 from tbhooks.data.artifacts import Artifact
 from tbhooks.data.self_report import Report
 
+Result = TypeVar("Result")
+
 
 class Collector(Protocol):
-    """Looks at what runs in logged steps. What it raises ends its looking, and nothing else."""
+    """Is called with tensors of logged steps. A collector that raises is called no more; nothing else changes."""
 
     def wants(self, path: str, module: nn.Module) -> bool:
-        """Whether the outputs of this module are to be shown to it."""
+        """Whether it wants the outputs of this module."""
 
     def wants_inputs(self, path: str, module: nn.Module) -> bool:
-        """Whether its inputs are."""
+        """Whether it wants the inputs of this module."""
 
     def begin(self) -> None:
-        """A logged step begins, or begins anew: what was seen before is not of it."""
+        """A logged step begins, or begins again: what was collected before is not part of it."""
 
-    def saw(self, path: str, kind: str, index: str, tensor: Tensor) -> None:
-        """A tensor it wanted, of kind "activation", "input" or "functional", as it is now. Not to be kept."""
+    def on_tensor(self, path: str, kind: str, index: str, tensor: Tensor) -> None:
+        """Called with a tensor of kind "activation", "input" or "functional". The tensor must not be kept."""
 
     def end(self, recorder: Recorder) -> None:
-        """The step has ended: what is to be shown of it goes into the recorder."""
+        """The step has ended: what was collected goes into the recorder."""
 
     def forget(self) -> None:
-        """The step did not happen, or is given up."""
+        """The step did not happen, or is abandoned."""
 
 
 @runtime_checkable
 class HasHooks(Protocol):
-    """One that puts hooks of its own on modules; they come and go with those of the watch."""
+    """A collector with hooks of its own, which are attached and detached with those of the watch."""
 
     def attach(self, modules: Mapping[str, nn.Module]) -> None:
-        """What runs from now on may be looked at. Called again and again."""
+        """Attaches its hooks to the modules. Called any number of times."""
 
     def detach(self) -> None:
-        """Nothing may be, and no hook be left."""
+        """Leaves no hook of its own on any module."""
 
 
 class Collectors:
-    """All of one watch; each is kept from harming training and the others."""
+    """All collectors of one watch. An exception in one reaches neither training nor the others."""
 
     def __init__(self, report: Report) -> None:
         self.subscription_version = 0
-        """A number that changes with what they want."""
+        """Changes whenever a collector wants other modules than before."""
         self._report = report
         self._all: tuple[Collector, ...] = ()
 
@@ -65,80 +67,60 @@ class Collectors:
 
     def add(self, collector: Collector) -> None:
         self._all = (*self._all, collector)
-        self.change_wishes()
+        self.change_subscription()
 
-    def change_wishes(self) -> None:
-        """Somebody wants more, or less, than when hooks were put on."""
+    def change_subscription(self) -> None:
+        """A collector wants other modules than when hooks were attached."""
         self.subscription_version += 1
 
     def attach(self, modules: Mapping[str, nn.Module]) -> None:
-        for collector in self._all:
-            if isinstance(collector, HasHooks):
-                with self._guarded(collector):
-                    collector.attach(modules)
+        self._each(lambda collector: collector.attach(modules) if isinstance(collector, HasHooks) else None)
 
     def detach(self) -> None:
-        for collector in self._all:
-            if isinstance(collector, HasHooks):
-                with self._guarded(collector):
-                    collector.detach()
+        self._each(lambda collector: collector.detach() if isinstance(collector, HasHooks) else None)
 
     def wants(self, path: str, module: nn.Module) -> bool:
-        """Everybody is asked, and may remember what it wants: all are shown what anybody does."""
-        wanted = False
-        for collector in self._all:
-            with self._guarded(collector):  # patterns may be calls of the user's
-                wanted = collector.wants(path, module) or wanted
-        return wanted
+        """Asks every collector, even after one has said yes: each may keep what it wants."""
+        return any(self._each(lambda collector: collector.wants(path, module)))
 
     def wants_inputs(self, path: str, module: nn.Module) -> bool:
-        wanted = False
-        for collector in self._all:
-            with self._guarded(collector):
-                wanted = collector.wants_inputs(path, module) or wanted
-        return wanted
+        return any(self._each(lambda collector: collector.wants_inputs(path, module)))
 
     def begin(self) -> None:
-        for collector in self._all:
-            with self._guarded(collector):
-                collector.begin()
+        self._each(lambda collector: collector.begin())
 
-    def saw(self, path: str, kind: str, index: str, tensor: Tensor) -> None:
-        for collector in self._all:
-            with self._guarded(collector):
-                collector.saw(path, kind, index, tensor)
+    def on_tensor(self, path: str, kind: str, index: str, tensor: Tensor) -> None:
+        self._each(lambda collector: collector.on_tensor(path, kind, index, tensor))
 
     def end(self, recorder: Recorder) -> None:
-        for collector in self._all:
-            with self._guarded(collector):
-                collector.end(recorder)
+        self._each(lambda collector: collector.end(recorder))
 
     def forget(self) -> None:
-        for collector in self._all:
-            with self._guarded(collector):
-                collector.forget()
+        self._each(lambda collector: collector.forget())
 
-    @contextlib.contextmanager
-    def _guarded(self, collector: Collector) -> Iterator[None]:
-        """One that failed is not asked again."""
-        try:
-            yield
-        except Exception as problem:
-            self._all = tuple(other for other in self._all if other is not collector)
-            if isinstance(collector, HasHooks):
-                with contextlib.suppress(Exception):
-                    collector.detach()
-            self._report.error(type(collector).__name__, problem)
+    def _each(self, call: Callable[[Collector], Result]) -> list[Result]:
+        """The results of calling all collectors. One that raises is removed."""
+        results = []
+        for collector in self._all:
+            try:
+                results.append(call(collector))
+            except Exception as problem:
+                self._all = tuple(other for other in self._all if other is not collector)
+                if isinstance(collector, HasHooks):
+                    with contextlib.suppress(Exception):
+                        collector.detach()
+                self._report.error(type(collector).__name__, problem)
+        return results
 
 
 def guarded(make: ArtifactBuilder, report: Report, where: str) -> ArtifactBuilder:
-    """In the background: an exhibit that cannot be made must not cost the frame it goes with."""
+    """An artifact that cannot be made in the background is reported, and does not cost the logged step."""
 
-    def made(read: Read) -> Iterable[Artifact]:
+    def build(read: Read) -> Iterable[Artifact]:
         try:
             return tuple(make(read))
         except Exception as problem:
             report.error(where, problem)
             return ()
 
-    return made
+    return build

@@ -34,7 +34,7 @@ class UserScalars:
         """Whether the user has ever logged a device scalar to a step that had ended."""
         self._recorder = recorder
         self._observer = observer
-        self._rank, self._is_merged = context.rank, context.team is not None
+        self._rank, self._is_merged = context.rank, context.rank_group is not None
         self._submit = submit
         self._logged_after_step: set[str] = set()
         # Scalars that came after their step's copy, by the label of that step and their tag.

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-import wrapt
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
@@ -21,6 +20,7 @@ from tbhooks.capture.hooks.observer import Observer
 from tbhooks.capture.recorder import Recorder
 from tbhooks.capture.step.clock import Clock
 from tbhooks.data.frame import SCALE, SKIPPED
+from tbhooks.data.patching import wrapping
 from tbhooks.data.self_report import Report
 
 
@@ -37,32 +37,21 @@ class Listener(Protocol):
 
 
 _listeners: list[Listener] = []
-_wrapped: dict[str, Any] = {}
-# Raised with every new set of wrappers: those that somebody else's wrapper kept alive say nothing any more.
-_generation = [0]
 
 
 def listen(listener: Listener) -> None:
-    """Tells it of everything every GradScaler does from now on."""
+    """Calls the listener from now on, whatever GradScaler does it."""
     _listeners.append(listener)
-    if not _wrapped:
-        _generation[0] += 1
-        mine = _generation[0]
-        for name, wrapper in (("scale", _around_scale), ("step", _around_step), ("unscale_", _around_unscale)):
-            _wrapped[name] = GradScaler.__dict__[name]
-            wrapped = wrapt.FunctionWrapper(_wrapped[name], wrapper, enabled=lambda: _generation[0] == mine)
-            setattr(GradScaler, name, wrapped)
+    for patch in _PATCHES:
+        patch.acquire(listener)
 
 
 def ignore(listener: Listener) -> None:
-    """The last one to go leaves GradScaler as it was; a wrapper of somebody else around ours stays, and passes on."""
+    """Calls it no longer. After the last one GradScaler is as it was."""
     if listener in _listeners:
         _listeners.remove(listener)
-    if not _listeners:
-        for name, original in _wrapped.items():
-            if getattr(GradScaler.__dict__[name], "__wrapped__", None) is original:
-                setattr(GradScaler, name, original)
-        _wrapped.clear()
+    for patch in _PATCHES:
+        patch.release(listener)
 
 
 @dynamo_disable
@@ -98,6 +87,12 @@ def _around_step(wrapped: Any, scaler: GradScaler, args: Any, kwargs: Any) -> An
     for listener in _listeners:
         listener.scaler_stepped(optimizer)
     return result
+
+
+_PATCHES = [
+    wrapping("torch.amp.grad_scaler", f"GradScaler.{name}", wrapper, "torch 2.9 to 2.13")
+    for name, wrapper in (("scale", _around_scale), ("step", _around_step), ("unscale_", _around_unscale))
+]
 
 
 def _scale_of(scaler: GradScaler) -> Tensor | None:

@@ -32,7 +32,7 @@ from tbhooks.capture import tensor_tree
 from tbhooks.capture.autograd import at_end_of_backward, in_backward, is_traced, without_dispatch_modes
 from tbhooks.capture.dynamo import dynamo_skip
 from tbhooks.capture.hooks.manager import hook_output, hook_tensor
-from tbhooks.capture.hooks.unpicklable import Unkept
+from tbhooks.capture.hooks.unpicklable import UnpicklableHook
 from tbhooks.data.self_report import Report
 from tbhooks.reduction.torch_rows import has_no_data
 
@@ -44,7 +44,7 @@ CLEARED_IN_A_ROW = 3
 MOST_COMPARED, LARGEST_COMPARED = 16, 4096
 
 
-class _OutputHook(Unkept):
+class _OutputHook(UnpicklableHook):
     """Tells what a model's forward has returned; not of one that is being compiled or traced."""
 
     __slots__ = ("__weakref__", "told")
@@ -58,7 +58,7 @@ class _OutputHook(Unkept):
             self.told(module, output)
 
 
-class _BackwardHook(Unkept):
+class _BackwardHook(UnpicklableHook):
     """On an output of the model: tells that a backward pass went through it."""
 
     __slots__ = ("__weakref__", "model", "turns")

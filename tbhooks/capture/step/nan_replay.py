@@ -25,7 +25,7 @@ from tbhooks.capture.autograd import in_backward
 from tbhooks.capture.dynamo import dynamo_disable
 from tbhooks.capture.hooks.manager import hook_forward, hook_tensor
 from tbhooks.capture.hooks.observer import Observer
-from tbhooks.capture.preserve_state import Snapshot, untouched
+from tbhooks.capture.preserve_state import Snapshot, preserved
 from tbhooks.capture.recorder import Recorder
 from tbhooks.capture.selection import Selector
 from tbhooks.data.frame import ROOT, Finding, Frame, Site
@@ -68,7 +68,7 @@ class Replay:
         self._sick = sick
         self._was_sick = False
         self._report = report
-        self._passes: list[_Pass] = []
+        self.passes: list[_Pass] = []
         self._handles: list[RemovableHandle] = []
         self._running = False
 
@@ -80,27 +80,27 @@ class Replay:
     def stop(self) -> None:
         for handle in self._handles:
             handle.remove()
-        self._handles, self._passes = [], []
+        self._handles, self.passes = [], []
 
     def forget(self) -> None:
         """The step is over."""
-        self._passes = []
+        self.passes = []
 
     @dynamo_disable
     def _before(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         if model.training and not self._running and not in_backward() and torch.is_grad_enabled():
             with self._report.guarded("keeping a forward to replay"), torch.no_grad():
-                self._passes.append(_kept(model, args, kwargs))
+                self.passes.append(_kept(model, args, kwargs))
 
     @dynamo_disable
     def _after(self, model: nn.Module, args: Any, output: Any) -> None:
-        if not model.training or self._running or in_backward() or not self._passes:
+        if not model.training or self._running or in_backward() or not self.passes:
             return
         with self._report.guarded("keeping a backward to replay"):
             for index, tensor in tensor_tree.tensors(output):
-                self._passes[-1].finite.append(tensor.detach().isfinite().all())
+                self.passes[-1].finite.append(tensor.detach().isfinite().all())
                 if tensor.requires_grad and not tensor.is_leaf:
-                    hook_tensor(tensor, partial(_keep_gradient, self._passes[-1].gradients, index))
+                    hook_tensor(tensor, partial(_keep_gradient, self.passes[-1].gradients, index))
 
     def look(self, optimizer: Optimizer, step: int) -> None:
         """To be called before each of the optimizer's steps; tells once while it lasts."""
@@ -136,7 +136,7 @@ class Replay:
     def culprit(self) -> NonFiniteOrigin:
         """Runs the step again and looks."""
         model = self._model()
-        if model is None or not self._passes:
+        if model is None or not self.passes:
             return NonFiniteOrigin(None, f"the step's inputs were not seen: {UNKNOWN}")
         if sharded_tensors.needs_others_to_run(model):
             return NonFiniteOrigin(None, f"it needs other ranks to run, and one cannot do it alone: {UNKNOWN}")
@@ -150,23 +150,23 @@ class Replay:
             self._running = False
         if not frames:
             return NonFiniteOrigin(None, f"nothing was seen when run again: {UNKNOWN}")
-        given = [gradient.isfinite().all() for kept in self._passes for gradient in kept.gradients.values()]
+        given = [gradient.isfinite().all() for kept in self.passes for gradient in kept.gradients.values()]
         culprit = _first(frames[-1], from_the_loss=not all(given))
-        was_finite = all(finite for kept in self._passes for finite in kept.finite)
+        was_finite = all(finite for kept in self.passes for finite in kept.finite)
         if not was_finite and (culprit.site is None or culprit.site.kind != "activation"):
             return NonFiniteOrigin(None, f"an output was not finite, and is when run again: {UNKNOWN}")
         return culprit
 
     def _run_all_again(self, model: nn.Module) -> Sequence[Frame]:
-        given = [tensor for kept in self._passes for _, tensor in tensor_tree.inputs(kept.args, kept.kwargs)]
+        given = [tensor for kept in self.passes for _, tensor in tensor_tree.inputs(kept.args, kept.kwargs)]
         with (
             _without_hooks_of(self._observer),
-            untouched(model, {}, more=given) as unrestored,
+            preserved(model, {}, more=given) as unrestored,
             run_eagerly(),
             _everything_read(model) as recorder,
             sharded_tensors.alone(),
         ):
-            for kept in self._passes:
+            for kept in self.passes:
                 _run_again(model, kept)
             frames = recorder.pack(0, 0).frames()
         for note in unrestored:
@@ -180,7 +180,7 @@ def _keep_gradient(kept: dict[str, Tensor], index: str, gradient: Tensor | None)
 
 
 def _values(gradient: Tensor) -> Tensor:
-    local = sharded_tensors.here(gradient)
+    local = sharded_tensors.local_tensor(gradient)
     gradient = gradient if local is None else local
     gradient = gradient.coalesce().values() if gradient.layout is torch.sparse_coo else gradient
     gradient = torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient

@@ -92,9 +92,7 @@ def check(workload: Workload) -> None:
     if not isinstance(loss, Tensor):
         raise ArgumentError(f"the loss of {name} must be a tensor, got {quoted(loss)}")
     if loss.numel() != 1:
-        raise ArgumentError(
-            f"the loss of {name} must be one number, got shape {tuple(loss.shape)}: reduce it"
-        )
+        raise ArgumentError(f"the loss of {name} must be one number, got shape {tuple(loss.shape)}: reduce it")
     if not loss.requires_grad:
         raise ArgumentError(
             f"the loss of {name} does not depend on any parameter of the model it was given (detached, no_grad, "

@@ -1,8 +1,8 @@
 """`tbhooks run`: runs an unmodified training script with monitoring.
 
 `options` parses the command line, `launcher` runs the script as `python` would, and `session` watches its models:
-`model_finder` finds them, `destinations` decides where their runs go, `patches` wraps the constructors it needs to know
-of, and `console` prints. Nothing here imports torch before the script does.
+`model_finder` finds them, `destinations` decides where their runs go, and `console` prints. Nothing here imports torch
+before the script does.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import atexit
 import os
 import sys
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from tbhooks.cli.run import console
 from tbhooks.cli.run.console import Terminal
 from tbhooks.cli.run.launcher import launch
 from tbhooks.cli.run.options import Options, Target
-from tbhooks.cli.run.patches import Patches
+from tbhooks.data.patching import Wrapper, wrapping
 from tbhooks.data.process_rank import rank_and_world
 from tbhooks.data.self_report import logger
 
@@ -59,7 +60,15 @@ class Session:
         self.terminal = Terminal()
         self._options = options
         self._target = target
-        self._patches = Patches()
+        self._patches = [
+            wrapping(module, name, _then(function), "torch 2.9 to 2.13, tensorboardX 2.6")
+            for module, name, function in (
+                ("torch", "compile", self._compiled),
+                ("torch.optim.optimizer", "Optimizer.__init__", self._made_optimizer),
+                ("torch.utils.tensorboard.writer", "SummaryWriter.__init__", self._made_writer),
+                ("tensorboardX.writer", "SummaryWriter.__init__", self._made_writer),
+            )
+        ]
         self._destinations: Destinations | None = None
         self._compiles = False
         self._process = os.getpid()
@@ -75,10 +84,8 @@ class Session:
 
     def patch(self) -> None:
         """Calls a method of the session after each optimizer and writer is made, and after each torch.compile."""
-        self._patches.after("torch", "compile", self._compiled)
-        self._patches.after("torch.optim.optimizer", "Optimizer.__init__", self._made_optimizer)
-        self._patches.after("torch.utils.tensorboard.writer", "SummaryWriter.__init__", self._made_writer)
-        self._patches.after("tensorboardX.writer", "SummaryWriter.__init__", self._made_writer)
+        for patch in self._patches:
+            patch.acquire(self)
 
     def close(self) -> str:
         """Closes the watches, removes all patches and hooks, and returns the summary."""
@@ -97,7 +104,7 @@ class Session:
             self.terminal.write(self.close())
 
     def _stop(self) -> None:
-        self._patches.undo()
+        self._undo_patches()
         self.terminal.stop()
         if self.finder is not None:
             self.finder.stop()
@@ -181,7 +188,11 @@ class Session:
 
     def _stop_looking(self) -> None:
         logger.warning("%d models are watched; further models of the script are not", MOST_MODELS)
-        self._patches.undo()
+        self._undo_patches()
+
+    def _undo_patches(self) -> None:
+        for patch in self._patches:
+            patch.release(self)
 
     def _unused(self, name: str) -> str:
         taken = {destination.name for _, destination in self.watched}
@@ -190,14 +201,14 @@ class Session:
 
     def _watch(self, model: nn.Module, name: str) -> None:
         from tbhooks.api.watch import watch  # noqa: PLC0415
-        from tbhooks.capture.sharded_tensors import is_in_pieces  # noqa: PLC0415
+        from tbhooks.capture.sharded_tensors import is_sharded  # noqa: PLC0415
         from tbhooks.cli.run.destinations import Destination  # noqa: PLC0415
 
         reference = weakref.ref(model)
         destination = Destination(self._get_destinations(), name, lambda: self._is_watched(reference()))
         watching = watch(model, destination, **self._options.watch)
         self.watched.append((watching, destination))
-        if "ranks" not in self._options.watch and any(map(is_in_pieces, model.parameters())):
+        if "ranks" not in self._options.watch and any(map(is_sharded, model.parameters())):
             logger.warning(
                 "the parameters of %s are sharded over the ranks of this job: only the first rank's shards of weights, "
                 "gradients and updates are logged. Use tbhooks run --ranks merge to log all of them",
@@ -213,6 +224,22 @@ class Session:
             self._is_watched_by_script = True
             return True
         return False
+
+
+def _then(function: Callable[[Any, Any], None]) -> Wrapper:
+    """Wraps a function of the script's packages: it does what it did, and then `function` is called with the instance
+    it was called on and with what it returned.
+    """
+
+    def around(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = wrapped(*args, **kwargs)
+        try:
+            function(instance, result)
+        except Exception as problem:  # ours, and not the script's
+            logger.error("%s: %s", type(problem).__name__, problem)
+        return result
+
+    return around
 
 
 def _overlap(one: nn.Module, other: nn.Module) -> bool:

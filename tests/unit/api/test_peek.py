@@ -350,7 +350,7 @@ def test_parameters_the_forward_itself_changes_are_told() -> None:
 
     model = Writes()
     frame = peek(model, torch.ones(1, 2))
-    assert frame.notes == ("changed in place by the pass itself, and left so: inner.weight, input",)
+    assert frame.notes == ("changed in place by the pass, and not restored: inner.weight, input",)
     assert model.plain.tolist() == [0.0, 0.0], "tensors that are attributes are put back as buffers are"
     assert model.plain._version == 0
 
@@ -489,7 +489,7 @@ def test_parameters_that_no_gradient_reaches_are_named() -> None:
 
     frame = peek(Forgets(), torch.ones(2, 3), loss="sum")
     assert "no gradient reached unused.weight, unused.bias: the loss does not depend on it" in frame.notes
-    assert any(note.startswith("skipped: unused: never called") for note in frame.notes)
+    assert any(note.startswith("skipped: unused: forward() never called") for note in frame.notes)
 
 
 # --- Whoever calls --------------------------------------------------------------------------------

@@ -170,7 +170,7 @@ def test_compiled_models_have_the_labels_of_their_operators(tmp_path: Path) -> N
     train(torch.compile(model, backend="aot_eager", fullgraph=True), optimizer, 3)
     w.close()
     (file,) = (tmp_path / "tbhooks-profile").iterdir()
-    assert times(events_of(file), "tbhooks::see") >= 4
+    assert times(events_of(file), "tbhooks::observe") >= 4
     assert times(events_of(file), "tbhooks::parameters") == 2
     assert w.stats.errors == 0
 
