@@ -328,7 +328,8 @@ class ReturnsLoss(nn.Module):
         self.inner = nn.Linear(4, 2)
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"loss": self.inner(x).square().mean()}
+        logits = self.inner(x)
+        return {"loss": logits.square().mean(), "logits": logits}
 
 
 def test_a_loss_that_the_model_returns_is_in_the_summary(begin: Begin) -> None:
@@ -340,7 +341,7 @@ def test_a_loss_that_the_model_returns_is_in_the_summary(begin: Begin) -> None:
         losses[-1].backward()
         optimizer.step()
         optimizer.zero_grad()
-    first, last = float(losses[0]), float(losses[4])
+    first, last = losses[0].item(), losses[4].item()
     assert f"\n  loss returned by the model: {first:.3g} at step 0, {last:.3g} at step 4\n" in session.close()
 
 
@@ -430,7 +431,7 @@ def test_a_search_over_many_models_is_not_followed_to_its_end(
         train(model, sgd(model), steps=1)
     assert len(session.watched) == 3
     assert [record.message for record in caplog.records] == [
-        "3 models are watched; the script goes on with others, which are not"
+        "3 models are watched; further models of the script are not"
     ]
 
 
@@ -746,18 +747,18 @@ def test_why_there_is_nothing_is_said(begin: Begin, tmp_path: Path) -> None:
 
     session = begin()
     optimizer = sgd(net())
-    assert session.close() == "nothing was logged: nothing that the optimizer trains was called"
+    assert session.close() == "nothing was logged: no model that the optimizer trains was called"
 
     session = begin()
     pixels = nn.Parameter(torch.zeros(8, 4))
     train(lambda x: x + pixels, torch.optim.SGD([pixels], lr=0.1))
-    assert session.close() == "nothing was logged: what the optimizer steps is in no module"
+    assert session.close() == "nothing was logged: the optimizer's parameters belong to no module"
 
     session = begin("--kinds", "weight")
     model = net()
     optimizer = sgd(model)  # noqa: F841  it is to live
     model(batch())
-    assert session.close() == "nothing was logged: a model was found, but none of its steps came to an end"
+    assert session.close() == "nothing was logged: a model was found, but no step of it ended"
     assert not (tmp_path / "runs").exists()
 
 
