@@ -738,7 +738,7 @@ def test_a_data_server_that_does_not_answer_is_told_and_asked_again(tab: Tab, mo
     with monkeypatch.context() as patch:
         reading_with(tab, patch, lambda _: _Gone())
         reply = tab.ask("matrix", run="one", kind="activation", stat="mean")
-        assert (reply.status, reply.text) == (503, "TensorBoard's data server does not answer: UNAVAILABLE")
+        assert (reply.status, reply.text) == (503, "TensorBoard's data server does not respond: UNAVAILABLE")
     assert len(tab.ask("matrix", run="one", kind="activation", stat="mean").matrix[0]["steps"]) == 10
 
 
@@ -763,7 +763,7 @@ def test_a_log_directory_that_cannot_be_listed_is_told_in_a_sentence(tab: Tab, m
 
     monkeypatch.setattr(tab.provider, "list_tensors", list_tensors)
     reply = tab.ask("runs")
-    assert (reply.status, reply.text) == (503, "TensorBoard cannot list the log directory just now: UNAVAILABLE")
+    assert (reply.status, reply.text) == (503, "TensorBoard cannot list the log directory at the moment: UNAVAILABLE")
 
 
 def test_a_tag_whose_values_are_not_there_yet_is_waited_for(tab: Tab, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -263,7 +263,7 @@ def test_a_question_put_wrongly_is_refused_with_a_sentence(server: Server) -> No
         ("matrix", {"run": "long", "kind": "weigth", "stat": "mean"}, "unknown kind 'weigth': did you mean 'weight'"),
         ("matrix", {"run": "long", "kind": "weight", "stat": "men"}, "unknown stat 'men': did you mean 'mean'"),
         ("matrix", {"run": "long", "kind": "weight", "stat": "ratio"}, "only updates have 'ratio'"),
-        ("matrix", {"run": "long", "kind": "weight", "stat": "mean", "after": "x"}, "after is 'x', and must be"),
+        ("matrix", {"run": "long", "kind": "weight", "stat": "mean", "after": "x"}, "after must be an integer"),
         ("history", {"run": "long", "kind": "weight", "path": "v"}, "unknown path of weight 'v': choose from 'w'"),
     ):
         reply = server.ask(route, **parameters)
