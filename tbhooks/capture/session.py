@@ -240,6 +240,8 @@ class CaptureSession:
                 else:
                     self._step.was_skipped = self._step.was_skipped and not self.observer.called
                     self._scalars.log(tag, value, self._step, self._takes_late_scalars)
+            if self._takes_late_scalars is not None and self._takes_late_scalars.is_logged:
+                self._watch_next_forward()
 
     def step(self, label: int | None) -> None:
         """The user ends the step. If the clock has just ended it, the user's label replaces the clock's."""
@@ -360,7 +362,8 @@ class CaptureSession:
             self._warn_if_blind(label)
             self._end_reading(keep_hooks=self._step.is_logged and not self._pauses)
             self.clock.logged_step_ended()
-            self._watch_next_forward()
+            if self._scalars.is_used:
+                self._watch_next_forward()
             if self._waits_with_its_copy:
                 return
             self._pack(ended)

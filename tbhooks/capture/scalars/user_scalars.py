@@ -30,6 +30,8 @@ class UserScalars:
     def __init__(
         self, recorder: Recorder, observer: Observer, context: RankContext, submit: Callable[[PackedStep], None]
     ) -> None:
+        self.is_used = False
+        """Whether the user has ever logged a scalar."""
         self.come_late_from_devices = False
         """Whether the user has ever logged a device scalar to a step that had ended."""
         self._recorder = recorder
@@ -42,6 +44,7 @@ class UserScalars:
 
     def log(self, tag: str, value: Tensor | float, step: Step, ended: Step | None) -> None:
         """Logs a scalar; `step` is the open step, `ended` the one before it if it still takes late scalars."""
+        self.is_used = True
         if step.was_skipped:
             return
         if ended is not None and ended.is_logged and tag not in ended.tags:
