@@ -66,21 +66,23 @@ def child(model: str, way: str) -> Numbers:
     with tempfile.TemporaryDirectory() as directory:
         variant = Variant(way, used.build().train(), used.loss, WAYS[way], Path(directory))
         variant.steps(STEPS)
-        told = {"peak_mb": resident("VmHWM")}
+        figures = {"peak_mb": resident("VmHWM")}
         if variant.watching is not None:
-            told |= buffers(variant.watching)
+            figures |= buffers(variant.watching)
         variant.close()
-    return told
+    return figures
 
 
 def in_fresh_processes(model: str, processes: int) -> dict[str, Numbers]:
-    told: dict[str, list[Numbers]] = {way: [] for way in WAYS}
+    figures: dict[str, list[Numbers]] = {way: [] for way in WAYS}
     for number in range(processes):
-        for way, found in told.items():
+        for way, found in figures.items():
             print(f"\rmemory: process {number + 1} of {processes}, {way}   ", end="", file=sys.stderr, flush=True)
             found.append(asked("--model", model, "--child", way))
     print(file=sys.stderr)
-    return {way: {key: statistics.median(one[key] for one in found) for key in found[0]} for way, found in told.items()}
+    return {
+        way: {key: statistics.median(one[key] for one in found) for key in found[0]} for way, found in figures.items()
+    }
 
 
 def asked(*arguments: str) -> Numbers:
@@ -89,8 +91,8 @@ def asked(*arguments: str) -> Numbers:
     # One arena, so that threads do not each keep a part of what they freed.
     environment = {**os.environ, "MALLOC_ARENA_MAX": "1"}
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
-    told: Numbers = json.loads(done.stdout)
-    return told
+    figures: Numbers = json.loads(done.stdout)
+    return figures
 
 
 def allocated(model: str) -> Numbers:
@@ -128,9 +130,9 @@ def table(processes: dict[str, Numbers], peaks: Numbers, flat: Numbers) -> str:
         kept = own["records_mb"] + own["weight_copies_mb"]
         numbers = (extra, peaks[way], own["records_mb"], own["weight_copies_mb"], peaks[way] - kept)
         lines.append([way, *(f"{number:.2f} MB" for number in numbers), ""])
-    told = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    figures = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     return (
-        f"{told}\n\n{flat['steps']:.0f} logged steps: {flat['kb_a_step']:+.3f} kB a step over the second half, "
+        f"{figures}\n\n{flat['steps']:.0f} logged steps: {flat['kb_a_step']:+.3f} kB a step over the second half, "
         f"{flat['first_mb']:.0f} MB at first, {flat['last_mb']:.0f} MB at last"
     )
 
@@ -151,14 +153,14 @@ def main() -> None:
     processes, peaks = in_fresh_processes(options.model, options.processes), allocated(options.model)
     flat = asked("--steps", str(options.steps), "--child", "flatness")
     options.out.parent.mkdir(exist_ok=True)
-    told = {
+    figures = {
         "machine": {"python": platform.python_version(), "torch": torch.__version__},
         "model": WORKLOADS[options.model].name,
         "resident": processes,
         "allocated_beyond_bare_mb": peaks,
         "flatness": flat,
     }
-    options.out.write_text(json.dumps(told, indent=1) + "\n")
+    options.out.write_text(json.dumps(figures, indent=1) + "\n")
     print(table(processes, peaks, flat))
 
 

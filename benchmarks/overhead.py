@@ -160,9 +160,9 @@ def run_until(deadline: float, variants: list[Variant], steps: int, progress: Ca
 
 def summary(timings: list[Timing]) -> dict[str, dict[str, float]]:
     unlogged = next(timed.ratio for timed in timings if timed.name == UNLOGGED)
-    told = {}
+    figures = {}
     for timed in timings:
-        told[timed.name] = {
+        figures[timed.name] = {
             "median_ms": timed.milliseconds,
             "ratio": timed.ratio,
             "spread": timed.spread,
@@ -170,10 +170,10 @@ def summary(timings: list[Timing]) -> dict[str, dict[str, float]]:
             "rounds": float(timed.rounds),
         }
         if timed.name in (SCALARS, HISTOGRAMS):
-            told[timed.name][f"average_at_{EVERY}"] = (timed.ratio + (EVERY - 1) * unlogged) / EVERY
+            figures[timed.name][f"average_at_{EVERY}"] = (timed.ratio + (EVERY - 1) * unlogged) / EVERY
             # What unlogged steps cost is mostly less than the noise, which must not become a cost or a gain.
-            told[timed.name][f"average_at_{EVERY}_if_unlogged_is_bare"] = (timed.ratio + EVERY - 1) / EVERY
-    return told
+            figures[timed.name][f"average_at_{EVERY}_if_unlogged_is_bare"] = (timed.ratio + EVERY - 1) / EVERY
+    return figures
 
 
 def details(names: dict[str, str], results: dict[str, dict[str, dict[str, float]]]) -> str:

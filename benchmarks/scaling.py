@@ -77,11 +77,11 @@ def logging_steps(model: nn.Module, rounds: int, directory: Path) -> Numbers:
     sites = len(latest.sites)
     for variant in variants.values():
         variant.close()
-    told = {"sites": float(sites), "bare_ms": 1e3 * least["bare"]}
+    figures = {"sites": float(sites), "bare_ms": 1e3 * least["bare"]}
     for name in ("scalars", "histograms"):
         extra = least[name] - least["bare"]
-        told |= {f"{name}_extra_ms": 1e3 * extra, f"{name}_us_a_site": 1e6 * extra / sites}
-    return told
+        figures |= {f"{name}_extra_ms": 1e3 * extra, f"{name}_us_a_site": 1e6 * extra / sites}
+    return figures
 
 
 def exponents(results: dict[str, Numbers]) -> Numbers:
@@ -123,13 +123,13 @@ def main() -> None:
     print(file=sys.stderr)
     growth = exponents(results)
     options.out.parent.mkdir(exist_ok=True)
-    told = {
+    figures = {
         "machine": {"python": platform.python_version(), "torch": torch.__version__, "cpu_threads": 1},
         "target_attach_detach_ms": ATTACH_TARGET_MS,
         "modules": results,
         "exponents": growth,
     }
-    options.out.write_text(json.dumps(told, indent=1) + "\n")
+    options.out.write_text(json.dumps(figures, indent=1) + "\n")
     print(table(results, growth))
 
 

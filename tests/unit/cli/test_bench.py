@@ -141,11 +141,11 @@ HEAD = "import torch\nfrom torch import nn\n"
         ("theirs:make", "1 / 0", "importing 'theirs' failed: ZeroDivisionError"),
         ("theirs:make", "raise SystemExit(0)", "ended the program when it was imported"),
         ("theirs:mak", "def make(): pass", "has no factory 'mak': did you mean 'make'?"),
-        ("theirs:make", "make = 3", "theirs:make is 3 (int); a factory is a function"),
+        ("theirs:make", "make = 3", "theirs:make is 3; a factory is a function"),
         ("theirs:make", f"{HEAD}make = nn.Linear(2, 2)", "a factory is a function that makes a model"),
         ("theirs:make", "def make(width): pass", "needs width; a factory is called without arguments"),
         ("theirs:make", "def make(): raise KeyError('x')", "theirs:make failed: KeyError: 'x'"),
-        ("theirs:make", "def make(): return 3", "returned 3 (int): a factory returns (model, loss_function)"),
+        ("theirs:make", "def make(): return 3", "returned 3: a factory returns (model, loss_function)"),
         ("theirs:make", "def make(): return 1, 2, 3", "a factory returns (model, loss_function)"),
     ],
 )  # fmt: skip
@@ -488,7 +488,7 @@ def test_what_was_counted_on_a_device_is_said() -> None:
     )
     told = bench.text(on_device)
     assert "device-to-host copies per logged step: 1\n" in told
-    assert "every wait for the device forbidden: passed" in told
+    assert "without any synchronization with the device: passed" in told
     assert "Triton kernel" in told
     assert "thread" not in told
 

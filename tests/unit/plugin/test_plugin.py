@@ -280,7 +280,7 @@ def test_the_nearest_right_name_is_told(tab: Tab) -> None:
 def test_the_ratio_of_anything_but_an_update_is_refused(tab: Tab) -> None:
     reply = tab.ask("matrix", run="one", kind="activation", stat="ratio")
     assert reply.status == 400
-    assert "updates only" in reply.text
+    assert "only updates" in reply.text
     header, values = tab.ask("matrix", run="updates", kind="update", stat="ratio").matrix
     weight, update = np.array([0.5, -0.25]), np.array([0.03, 0.04])
     assert header["steps"] == [0]
