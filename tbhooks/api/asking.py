@@ -144,7 +144,7 @@ class WatchRequests:
         self._check_usable()
         every = check_integer("n", n)
         if not self._idle:
-            self._session.average(every)
+            self._session.log_means(every)
         return self
 
     def progress(self, *parts: str) -> Self:
@@ -159,7 +159,7 @@ class WatchRequests:
         self._check_usable()
         check_names("part of the progress", parts, PARTS)
         if not self._idle:
-            self._session.log_progress(frozenset(parts or PARTS))
+            self._session.log_metrics(frozenset(parts or PARTS))
         return self
 
     def hparams(self, values: dict[str, Any], metrics: Sequence[str] = ()) -> Self:

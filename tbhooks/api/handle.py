@@ -132,7 +132,7 @@ class Watch(WatchRequests):
         check_names("reaction", (reaction,), ("replay", "raise"))
         self._nonfinite.add(reaction)
         if not self._idle:
-            self._session.replay_when(self._went_nonfinite)
+            self._session.check_gradients(self._went_nonfinite)
         return self
 
     @property

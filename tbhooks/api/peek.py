@@ -137,7 +137,7 @@ def _run(
                 model(*args, **kwargs)
             else:
                 notes = _forward_and_backward(model, args, kwargs, loss, recorder)
-        reader.rest()
+        reader.read_remaining()
         with without_dispatch_modes():
             collector.units.log(recorder)
         collector.end(keep_hooks=False)

@@ -108,7 +108,7 @@ class Finder:
         if optimizer in self._stepped or has_closure(args, kwargs):
             with self._guarded():
                 for watching in self._decide(None, stepping=optimizer):
-                    watching._session.clock._before(optimizer, args, kwargs)
+                    watching._session.clock.before_step(optimizer, args, kwargs)
         self._stepped.add(optimizer)
 
     @contextlib.contextmanager
