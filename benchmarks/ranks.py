@@ -52,9 +52,9 @@ def train(rank: int, world: int, store: str, steps: int, layers: int, results: A
     for _ in range(4):
         for way in WAYS:
             w = None if way == "bare" else tbhooks.watch(parallel, every=1, ranks=way)
-            if w is not None and w._place.team is not None:
-                told |= {"bytes": w._place.team.size}
-                w._place.team._exchanged = timed(w._place.team._exchanged, merging)
+            if w is not None and w._lifecycle.context.team is not None:
+                told |= {"bytes": w._lifecycle.context.team.size}
+                w._lifecycle.context.team._exchange = timed(w._lifecycle.context.team._exchange, merging)
             for step in range(steps // 4):
                 distributed.barrier()
                 start = time.perf_counter()
@@ -88,7 +88,7 @@ def on_paper(world: int, histograms: bool) -> dict[str, float]:
     model = WORKLOADS["gpt2"].build()
     described = handshake.describe(model, Selector(model, None, None), KINDS, Schedule(1, histograms), "auto")
     size = merge.capacity(described.summary["sites"], histograms)
-    everyone = size * world <= topology.MOST_FOR_EVERYONE
+    everyone = size * world <= topology.MOST_FOR_ALL_GATHER
     return {
         "sites": described.summary["sites"], "sent": size, "first_receives": size * world,
         "others_receive": size * world if everyone else 0,

@@ -1,38 +1,38 @@
-"""`watch()`, the one line a script needs: checks everything that was passed and makes the handle."""
+"""`watch()`: checks its arguments, builds the parts of a watch, connects them and starts it. And `unwatch()`."""
 
 from __future__ import annotations
 
-import importlib
-import io
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable
 from functools import partial
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from torch import nn
 
-from tbhooks import rules as judgement
-from tbhooks.api import environment, lifecycle, validation
-from tbhooks.api.handle import Watch, open_watches
+from tbhooks import rules as shipped_rules
+from tbhooks.api import environment, lifecycle, validation, writers
+from tbhooks.api.finding_actions import FindingActions
+from tbhooks.api.handle import Watch
+from tbhooks.api.lifecycle import Lifecycle
 from tbhooks.capture.rank_context import RankContext, this_rank
 from tbhooks.capture.schedule import Schedule
-from tbhooks.capture.selection import Selector
+from tbhooks.capture.selection import Selector, unwrap
+from tbhooks.capture.session import CaptureSession
 from tbhooks.capture.step.clock import MODES
-from tbhooks.data import remote
-from tbhooks.data.errors import ArgumentError, check_integer, check_names, quoted
+from tbhooks.data.errors import check_integer, check_names, invalid_argument
 from tbhooks.data.frame import ALL_KINDS, KINDS
+from tbhooks.data.history import History
+from tbhooks.data.self_report import Report
+from tbhooks.delivery.worker import Worker
 from tbhooks.distributed.handshake import describe
-from tbhooks.distributed.topology import MERGE, WAYS, join, restarts
+from tbhooks.distributed.topology import MERGE, RANKS, is_in_job, join, restarts
 from tbhooks.sinks import HasSteps, Sink
-from tbhooks.sinks.memory import FunctionSink
-from tbhooks.sinks.scalar_selection import scalar_table
 
-__all__ = ["Watch", "make_sinks", "unwatch", "watch"]
+__all__ = ["Watch", "unwatch", "watch"]
 
-OF_KERAS = (
+KERAS = (
     "this is a Keras model: its layers and optimizers are not torch's. Only the whole model and its parameters are "
-    "read, without updates, and steps are counted by forwards"
+    "captured, without updates, and each forward counts as a step"
 )
 
 
@@ -50,12 +50,27 @@ def watch(
     step: str = "auto",
     ranks: str = "local",
 ) -> Watch:
-    """Watches a model's training from now on; the one line a script needs.
+    """Watches the training of a model: this is the one line that a script needs.
 
-    `writer` is a SummaryWriter, a directory, a run of wandb, mlflow or aim, a function that takes a frame, any
-    `Sink`, a list of those, or None to keep frames in memory. A directory is the run's own; one that ends with a
-    slash is a place for runs, and this one gets a name in it (`runs/` becomes `runs/<model>-<time>`). Steps count
-    from 0 and every `every`-th is logged. Closed at exit, by `close()`, or by `with`.
+    Steps count from 0, and every `every`-th is logged: statistics of activations, gradients, weights and updates are
+    computed on the device, copied once, and written by a background thread. Training itself is not changed.
+
+    - `writer`: where to write. A `SummaryWriter` of torch or tensorboardX, a directory (str or Path; one that ends
+      with a slash is a parent, and `runs/` becomes `runs/<model>-<time>`), a run of wandb, mlflow or aim, a function
+      that takes a `Frame`, any `Sink`, or a list of those. None keeps the last logged steps in memory only.
+    - `every`: the interval of logged steps.
+    - `kinds`: what to capture: "activation", "gradient", "weight", "weight_gradient", "update" (all of them by
+      default), "input", "functional".
+    - `include`, `exclude`: which modules: a glob over module paths, a module class, a function of path and module, or
+      a list of those.
+    - `histograms`: True for histograms that become rarer in long runs, False for none, n for every n-th logged step.
+    - `scalars`: which statistics are also TensorBoard scalars: "core", "all", a list of their names, or ().
+    - `rules`: which rules look for problems: "default", (), or a list of rules and their names.
+    - `step`: what ends a step: "optimizer", "forward", "manual" (only `Watch.step`), or "auto" to find out.
+    - `ranks`: "local" to write what the first rank of a distributed job sees, "merge" to merge all ranks.
+
+    Returns the `Watch`. It closes at exit, by `close()`, or at the end of a `with` block. Raises an `ArgumentError`
+    if an argument is not accepted, or if the ranks to merge do not have the same model and options.
 
     >>> import torch, tbhooks
     >>> model = torch.nn.Linear(2, 1)
@@ -66,95 +81,65 @@ def watch(
     4.0
     >>> w.close()
     """
-    if not isinstance(model, nn.Module):
-        raise ArgumentError(f"model is a torch.nn.Module, not {quoted(model)}")
+    _check_model(model)
     schedule = Schedule(check_integer("every", every), validation.histograms(histograms))
-    kinds = (kinds,) if isinstance(kinds, str) else kinds
-    if not isinstance(kinds, list | tuple | set | frozenset):
-        raise ArgumentError(f"kinds is a list of {', '.join(ALL_KINDS)}, not {quoted(kinds)}")
-    kinds = tuple(kinds)
-    check_names("kind", kinds, ALL_KINDS)
-    if not kinds:
-        raise ArgumentError(f"kinds names at least one of {', '.join(ALL_KINDS)}")
+    kinds = _checked_kinds(kinds)
     check_names("step clock", (step,), MODES)
-    check_names("value of ranks", (ranks,), WAYS)
+    check_names("value of ranks", (ranks,), RANKS)
     selector = Selector(model, include, exclude)
-    chosen = judgement.choose(rules)
-    is_first = this_rank() == 0
-    sinks_of = partial(make_sinks, scalars=scalars, named=environment.name_of(model))
-    for one in _listed(writer):
-        _check_writer(one)
-    sinks = sinks_of(writer) if is_first else ()
-    place = RankContext(this_rank(), first_step=_first_step(sinks))
+    chosen_rules = shipped_rules.choose(rules)
+    make_sinks = partial(writers.make_sinks, scalars=scalars, model_name=environment.model_name(model))
+    writers.check_writers(writer)
+    sinks = make_sinks(writer) if this_rank() == 0 else ()
+    context = RankContext(this_rank(), first_step=_first_step(sinks))
     if ranks == MERGE:
-        place = join(describe(model, selector, kinds, schedule, step), place.first_step)
-    watching = Watch(model, selector, kinds, schedule, step, place, sinks, chosen if is_first else (), sinks_of)
+        context = join(describe(model, selector, kinds, schedule, step), context.first_step)
+    return _start(model, selector, kinds, schedule, step, context, sinks, chosen_rules, make_sinks)
+
+
+def _start(
+    model: nn.Module, selector: Selector, kinds: tuple[str, ...], schedule: Schedule, step: str, context: RankContext,
+    sinks: tuple[Sink, ...], rules: tuple[shipped_rules.Rule, ...], make_sinks: Callable[[Any], tuple[Sink, ...]],
+) -> Watch:  # fmt: skip
+    """Builds and connects the parts of a watch, and starts it."""
+    report = Report(is_quiet=context.rank != 0)
+    history = History()
+    actions = FindingActions(rules if context.rank == 0 else (), history, report)
+    # A rank of a distributed job may be killed at any time: each step is flushed.
+    worker = Worker(sinks, actions.judge, report, flushes=is_in_job())
+    session = CaptureSession(
+        model, selector, kinds, schedule, step, context, worker.submit, actions.raise_if_asked, report
+    )
+    life = Lifecycle(weakref.ref(unwrap(model)), session, worker, sinks, context, report)
+    watching = Watch(session, worker, life, actions, history, kinds, make_sinks)
     if any(kind.__module__.partition(".")[0] == "keras" for kind in type(model).__mro__):
-        watching._report.log_once(OF_KERAS)
-    if not place.is_idle:
-        watching._start()
+        report.log_once(KERAS)
+    if life.is_active:
+        life.start()
     return watching
 
 
-def _first_step(sinks: Iterable[Sink]) -> int:
-    """0, or where the workers were that torchrun has restarted: as far as was written."""
-    found = [sink.last_step() for sink in sinks if isinstance(sink, HasSteps)] if restarts() else []
-    return max((step + 1 for step in found if step is not None), default=0)
-
-
 def unwatch(model: nn.Module) -> None:
-    """Closes every watch on this model."""
+    """Closes every watch on this model, as `Watch.close` does. Raises an `ArgumentError` if it is not a module."""
+    _check_model(model)
+    unwrapped = unwrap(model)
+    lifecycle.close_together([life for life in lifecycle.open_watches if life.model() is unwrapped])
+
+
+def _check_model(model: object) -> None:
     if not isinstance(model, nn.Module):
-        raise ArgumentError(f"model is a torch.nn.Module, not {quoted(model)}")
-    lifecycle.close_together(watching for watching in open_watches() if watching._is_on(model))
+        raise invalid_argument("model", "a torch.nn.Module", model)
 
 
-def make_sinks(writer: Any, scalars: Any, named: str) -> tuple[Sink, ...]:
-    """What `writer=` stands for; `named` is what a run is called after if it is to have a name."""
-    scalar_table(scalars)
-    for one in _listed(writer):
-        _check_writer(one)
-    return tuple(_sink(environment.run_of(one, named), scalars) for one in _listed(writer))
+def _checked_kinds(kinds: Any) -> tuple[str, ...]:
+    kinds = (kinds,) if isinstance(kinds, str) else kinds
+    if not isinstance(kinds, list | tuple | set | frozenset) or not kinds:
+        raise invalid_argument("kinds", f"a list of at least one of {', '.join(ALL_KINDS)}", kinds)
+    check_names("kind", kinds, ALL_KINDS)
+    return tuple(kinds)
 
 
-def _listed(writer: Any) -> list[Any]:
-    return list(writer) if isinstance(writer, list | tuple) else [] if writer is None else [writer]
-
-
-def _sink(one: Any, scalars: Any) -> Sink:
-    tracker = _tracker(one)
-    name = "TensorBoardSink" if _is_for_tensorboard(one) else f"{tracker.capitalize()}Sink" if tracker else ""
-    if name:  # imported by those who write there
-        module = importlib.import_module(f"tbhooks.sinks.{tracker or 'tensorboard'}")
-        made: Sink = getattr(module, name)(one, scalars)
-        return made
-    return one if isinstance(one, Sink) else FunctionSink(one)
-
-
-def _is_for_tensorboard(one: Any) -> bool:
-    return isinstance(one, str | Path) or (hasattr(one, "_get_file_writer") and not isinstance(one, type))
-
-
-def _tracker(one: Any) -> str | None:
-    """Whose run it is, or which module that has a current one: told by names, so that nothing has to be installed."""
-    if isinstance(one, ModuleType):
-        return one.__name__ if one.__name__ in ("wandb", "mlflow") else None
-    packages = [base.__module__.partition(".")[0] for base in type(one).__mro__ if base.__name__ == "Run"]
-    return next((package for package in packages if package in ("wandb", "mlflow", "aim")), None)
-
-
-def _is_function(one: Any) -> bool:
-    return callable(one) and not isinstance(one, type | nn.Module)
-
-
-def _check_writer(one: Any) -> None:
-    if isinstance(one, str | Path):
-        remote.check(one)
-    if _is_for_tensorboard(one) or _tracker(one) or _is_function(one):
-        return
-    if not isinstance(one, Sink) or isinstance(one, type | io.IOBase):
-        raise ArgumentError(
-            "writer is a SummaryWriter (torch or tensorboardX), a directory (str or Path), a run of wandb, mlflow or "
-            "aim (or the module wandb or mlflow), a function that takes a frame, an object with write, flush and "
-            f"close, a list of those, or None, not {quoted(one)}"
-        )
+def _first_step(sinks: Iterable[Sink]) -> int:
+    """0, or the step after the last one that was written before torchrun restarted this job."""
+    written = [sink.last_step() for sink in sinks if isinstance(sink, HasSteps)] if restarts() else []
+    return max((step + 1 for step in written if step is not None), default=0)

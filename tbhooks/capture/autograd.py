@@ -1,13 +1,13 @@
-"""Where autograd stands right now: whether it runs backward here, and when that ends.
+"""The state of autograd, of the profiler and of torch's modes in this thread: whether backward runs, and when it ends.
 
-Torch's private autograd interfaces are used here, and by peek.py and untouched.py for what only they do.
+Torch's private autograd interfaces are used here, and in peek.py and preserve_state.py for what only they need.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import CodeType, FrameType
 from typing import Any
@@ -20,15 +20,15 @@ from tbhooks.reduction.torch_private import look_up
 NO_BACKWARD = -1
 _NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 _graph_task: Callable[[], int] = look_up(
-    "torch._C._current_graph_task_id", lambda: NO_BACKWARD, "checkpoints that are recomputed are counted twice"
+    "torch._C._current_graph_task_id", lambda: NO_BACKWARD, "recomputed checkpoints are counted twice"
 )
 _dispatch_modes: Callable[[], int] = look_up(
-    "torch._C._len_torch_dispatch_stack", lambda: 0, "modes such as FLOP counters see what reads the model"
+    "torch._C._len_torch_dispatch_stack", lambda: 0, "modes such as FLOP counters count what reads the model"
 )
 _disable_current_modes: Callable[[], contextlib.AbstractContextManager[Any]] = look_up(
     "torch.utils._python_dispatch._disable_current_modes",
     lambda: _NOTHING,
-    "modes such as FLOP counters see what reads the model",
+    "modes such as FLOP counters count what reads the model",
 )
 is_profiled: Callable[[], bool] = look_up("torch.autograd._profiler_enabled", lambda: False, "traces have no labels")
 """Whether a profiler records this thread."""
@@ -51,8 +51,8 @@ _CUSTOM_FUNCTION = getattr(torch.autograd.Function.apply, "__code__", None)
 
 
 def capture_check() -> Callable[[], bool]:
-    """What tells whether a CUDA graph is being captured: what runs into it has no numbers yet, and would be run
-    again with every replay.
+    """A function that returns whether a CUDA graph is being captured: captured operations have no results yet, and
+    would run again with every replay.
     """
     return torch.cuda.is_current_stream_capturing if torch.cuda.is_available() else lambda: False
 
@@ -63,23 +63,23 @@ def is_traced() -> bool:
 
 
 def backward_pass() -> int:
-    """The number of the backward pass autograd is running here, or NO_BACKWARD."""
+    """The number of the backward pass that autograd is running in this thread, or NO_BACKWARD."""
     return int(_graph_task())
 
 
 def in_backward() -> bool:
-    """Whether autograd is running backward here: a forward seen now is a checkpoint being recomputed."""
+    """Whether autograd is running backward in this thread: a forward now is a checkpoint being recomputed."""
     return backward_pass() != NO_BACKWARD
 
 
 def in_nested_backward() -> bool:
-    """Whether that backward runs inside another one: a reentrant checkpoint computes its own gradients."""
+    """Whether that backward runs inside another one, as that of a reentrant checkpoint does."""
     return _is_called_by(_REENTRANT)
 
 
 def may_reach_backward() -> bool:
-    """Whether a backward may go through what runs here. Inside an autograd function gradients are off, although it has
-    a backward of its own: so run reentrant checkpoints, and graphs compiled for training.
+    """Whether a backward may go through what runs now. Inside an autograd.Function gradients are disabled although it
+    has a backward of its own: reentrant checkpoints and graphs compiled for training run that way.
     """
     if torch.is_grad_enabled():
         return True
@@ -87,37 +87,38 @@ def may_reach_backward() -> bool:
 
 
 def _is_in_custom_forward() -> bool:
-    """Where `Function.apply` is no Python function, as since torch 2.15: by the context that `forward` is given."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    """Recognises a custom forward by its context, where `Function.apply` is no Python function (since torch 2.15)."""
+    for frame in call_stack():
         code = frame.f_code
         first = code.co_varnames[0] if code.co_name == "forward" and code.co_argcount else "self"
         if first != "self" and isinstance(frame.f_locals.get(first), FunctionCtx):
             return True
-        frame = frame.f_back
     return False
 
 
 def _is_called_by(code: CodeType | None) -> bool:
+    return code is not None and any(frame.f_code is code for frame in call_stack())
+
+
+def call_stack() -> Iterator[FrameType]:
+    """The frames of this thread, innermost first."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and code is not None:
-        if frame.f_code is code:
-            return True
+    while frame is not None:
+        yield frame
         frame = frame.f_back
-    return False
 
 
 def at_end_of_backward(function: Callable[[], None]) -> None:
-    """Calls it when the running backward pass has ended, after what others want done then: DDP averages there."""
+    """Calls it when the running backward pass has ended, after the callbacks of others: DDP averages there."""
     if _queue_callback is not None:
         _queue_callback(partial(_queue_callback, function))
 
 
 def without_dispatch_modes() -> contextlib.AbstractContextManager[Any]:
-    """What others record on this thread (tracers, selective checkpoints, FLOP counters) is not to include us."""
+    """Inside, dispatch modes of others (tracers, selective checkpoints, FLOP counters) are not called."""
     return _disable_current_modes() if _dispatch_modes() else _NOTHING
 
 
 def profiler_label(what: str) -> contextlib.AbstractContextManager[Any]:
-    """What is done inside is called `tbhooks::<what>` in the traces of a profiler, if one runs."""
+    """Labels what runs inside `tbhooks::<what>` in the trace of a profiler, if one is running."""
     return _Label(f"tbhooks::{what}") if is_profiled() else _NOTHING

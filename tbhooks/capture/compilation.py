@@ -1,9 +1,9 @@
-"""What happens around every frame that torch.compile compiles, while a model is watched.
+"""Compiles functions with hooks in them, while a model is watched.
 
-Hooks that are put on after a frame was compiled are ignored by the compiled code, so they are put on before: for
-the time of a compilation every watch has its hooks on its model, in unlogged steps too. And where a compilation
-fails or breaks a graph because of our hooks, it is repeated without them: an unknown torch or backend then costs
-the numbers of what is compiled, and training goes on as if nothing watched it.
+Compiled code ignores hooks that are attached later. So dynamo's compiler is wrapped (data/patching.py): while it runs,
+every watch has its hooks attached to its model, in unlogged steps too. Where a compilation fails or breaks a graph
+because of our hooks, it is repeated without them: an unknown torch or backend then costs the statistics of what is
+compiled, and training goes on as if unwatched. What the hooks add to a graph is in dynamo.py.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from pathlib import Path
 from types import CodeType
 from typing import Any, Protocol
 
-import wrapt
 from torch import nn
 
-from tbhooks.capture import dynamo as compiled
+from tbhooks.capture import dynamo
 from tbhooks.capture.dynamo import CompileGate
+from tbhooks.data.patching import wrapping
 from tbhooks.reduction.torch_private import look_up
 
 _OURS = str(Path(__file__).parent)
@@ -31,16 +31,16 @@ _RESUMED = "torch_dynamo_resume_in_"
 
 
 class Watching(Protocol):
-    """A watch on a model, as far as compilers are concerned."""
+    """What the compiler needs of a watch: the hook manager implements it."""
 
     gate: CompileGate
     lost_in: set[CodeType]
 
-    def on_for_compiler(self) -> contextlib.AbstractContextManager[None]: ...
+    def attached(self) -> contextlib.AbstractContextManager[None]: ...
 
-    def off_for_compiler(self) -> contextlib.AbstractContextManager[None]: ...
+    def detached(self) -> contextlib.AbstractContextManager[None]: ...
 
-    def lost_in_compiler(self, code: CodeType, problem: BaseException, had_hooks: bool) -> None: ...
+    def on_lost_code(self, code: CodeType, problem: BaseException, had_hooks: bool) -> None: ...
 
     def knows(self, module: nn.Module) -> bool: ...
 
@@ -51,67 +51,82 @@ _watches: weakref.WeakSet[Watching] = weakref.WeakSet()
 _without_hooks: weakref.WeakSet[CodeType] = weakref.WeakSet()
 """Code that was compiled while none of our hooks was in it."""
 _with_hooks: weakref.WeakSet[CodeType] = weakref.WeakSet()
-"""Code that has graphs with our hooks. They do not count against the user's limit of recompiles, nor after the last
-watch has closed."""
+"""Code that has graphs with our hooks."""
 
 
 def begin(watching: Watching) -> None:
     """From now on what is compiled is compiled with the hooks of this watch."""
     _watches.add(watching)
+    _PATCH.acquire(watching)
 
 
 def end(watching: Watching) -> None:
-    """Nothing more is compiled with its hooks."""
+    """Nothing more is compiled with its hooks.
+
+    The patch outlives the last watch where there is compiled code with hooks: its graphs would count against the
+    user's limit of recompiles.
+    """
     _watches.discard(watching)
+    if any(_entries(code) for code in list(_with_hooks)):
+        _PATCH.acquire(_hooked_code)
+    else:  # or torch.compiler.reset() has removed it
+        _with_hooks.clear()
+        _PATCH.release(_hooked_code)
+    _PATCH.release(watching)
+
+
+def is_patched() -> bool:
+    """Whether hooks can become part of what is dynamo. Not with a torch whose compiler is not known."""
+    return _PATCH.is_installed
 
 
 def _compile(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Stands around torch._dynamo.convert_frame._compile."""
+    """Wraps torch._dynamo.convert_frame._compile."""
     watches = list(_watches)
     frame = _Frame(wrapped, args, kwargs)
     if frame.is_ours:
         return _skip()
     able = [] if frame.is_exported else [watching for watching in watches if frame.code not in watching.lost_in]
-    if not able or frame.code is None or not compiled.hooks_are_guarded:
+    if not able or frame.code is None or not is_patched():
         return _compile_without(frame, watches)
-    before = len(compiled.traced)
+    before = len(dynamo.traced)
     reasons = _graph_breaks()
     had_hooks = {watching: watching.gate.was_compiled for watching in watches}
     try:
         with contextlib.ExitStack() as stack:
             for watching in watches:
-                stack.enter_context(watching.on_for_compiler() if watching in able else watching.off_for_compiler())
+                stack.enter_context(watching.attached() if watching in able else watching.detached())
             stack.enter_context(_config(frame, watches))
             stack.enter_context(_hooks_wanted(True))
             result = frame.compile()
-        traced = compiled.traced[before:]
+        traced = dynamo.traced[before:]
         problem = _broken_by_us(reasons) if traced else None
         if problem is None:
             (_with_hooks if traced else _without_hooks).add(frame.code)
             return result
     except Exception as caught:
-        traced, problem = compiled.traced[before:], caught
+        traced, problem = dynamo.traced[before:], caught
         if not traced or not _may_be_ours(caught):
             raise
     finally:
-        del compiled.traced[before:]
+        del dynamo.traced[before:]
     result = _compile_without(frame, watches)  # raises if it is not because of us
     for watching in able:
-        watching.lost_in_compiler(frame.code, problem, had_hooks[watching])
+        watching.on_lost_code(frame.code, problem, had_hooks[watching])
     return result
 
 
 @contextlib.contextmanager
 def _hooks_wanted(wanted: bool) -> Iterator[None]:
-    before, compiled.hooks_are_wanted = compiled.hooks_are_wanted, wanted
+    before, dynamo.hooks_are_wanted = dynamo.hooks_are_wanted, wanted
     try:
         yield
     finally:
-        compiled.hooks_are_wanted = before
+        dynamo.hooks_are_wanted = before
 
 
 def _skip() -> Any:
-    """What dynamo is told to run a frame as it is, and not to ask again."""
+    """The result that makes dynamo run a frame uncompiled from now on."""
     result = getattr(sys.modules.get("torch._dynamo.types"), "ConvertFrameReturn", None)
     return None if result is None else result()  # before torch 2.7 it was None
 
@@ -119,7 +134,7 @@ def _skip() -> Any:
 def _compile_without(frame: _Frame, watches: Iterable[Watching]) -> Any:
     with contextlib.ExitStack() as stack:
         for watching in watches:
-            stack.enter_context(watching.off_for_compiler())
+            stack.enter_context(watching.detached())
         if frame.code is not None and frame.code in _with_hooks:
             stack.enter_context(_config(frame, []))
         stack.enter_context(_hooks_wanted(False))
@@ -145,14 +160,14 @@ class _Frame:
 
     @property
     def is_ours(self) -> bool:
-        """Whether it is code of this package, called by a hook outside of a graph: a fullgraph would fail on it."""
+        """Whether it is code of this package, called by a hook outside of a graph: fullgraph=True would fail on it."""
         return self.code is not None and self.code.co_filename.startswith(_OURS)
 
     def compile(self) -> Any:
         return self._wrapped(*self._args, **self._kwargs)
 
     def is_of_other_model(self, watches: list[Watching]) -> bool:
-        """Whether this is the forward of a module that nobody watches, of a class that is watched elsewhere."""
+        """Whether it is the forward of an unwatched module whose class also occurs in a watched model."""
         module = self.locals.get("self")
         return (
             isinstance(module, nn.Module)
@@ -162,11 +177,11 @@ class _Frame:
 
 
 def _config(frame: _Frame, watches: list[Watching]) -> contextlib.AbstractContextManager[Any]:
-    """How dynamo compiles a frame.
+    """Dynamo's configuration while it compiles a frame.
 
-    What is watched has two graphs, three with evaluations, for each that it has otherwise: they do not count against
-    the user's limit. And the code of an unwatched model must not serve a watched one of the same class: dynamo looks
-    whether a module has hooks only if it is told to.
+    A watched model has two graphs, three with evaluations, for each one that it has unwatched: the limits of recompiles
+    are raised accordingly. And the graph of an unwatched model must not be used for a watched one of the same class:
+    dynamo guards on hooks only if it is configured to.
     """
     config = sys.modules["torch._dynamo"].config
     changes: dict[str, Any] = {}
@@ -203,23 +218,23 @@ def _broken_by_us(before: list[Any]) -> BaseException | None:
     return None
 
 
-# What was compiled without hooks, and would go on without them.
+# Code that was compiled without hooks.
 
 _reset_code: Callable[[CodeType], None] | None = look_up(
-    "torch._C._dynamo.eval_frame.reset_code", None, "a model that ran compiled before watch() is not seen inside"
+    "torch._C._dynamo.eval_frame.reset_code", None, "modules in a model that ran compiled before watch() are not read"
 )
 
 
 _entries: Callable[[CodeType], list[Any]] = look_up(
     "torch._C._dynamo.eval_frame._debug_get_cache_entry_list",
     lambda _: [None],
-    "what is not compiled any more may be called compiled",
+    "dynamo's compiler may stay wrapped after the last watch has closed",
 )
 
 
 def forget_unhooked(model: nn.Module | None) -> int:
-    """Lets code be compiled anew that has none of our hooks in it: what runs a model of this kind, or all there is.
-    Returns how much there was; none where the user does not want anything to be compiled any more.
+    """Makes dynamo compile code again that has none of our hooks in it: the code that runs this model, or all code.
+    Returns how many functions there were; 0 if the user has forbidden further compilation.
     """
     if _reset_code is None or not _without_hooks or not _may_compile_again():
         return 0
@@ -234,10 +249,10 @@ def forget_unhooked(model: nn.Module | None) -> int:
 
 
 def _runs(code: CodeType, model: nn.Module) -> bool:
-    """Whether it is the forward of a module in it, the rest of one after a graph break, or what torch calls its own
-    modules by.
+    """Whether it is the forward of a module of the model, the rest of one after a graph break, or the function by which
+    dynamo calls torch's own modules.
     """
-    # A scripted module's class has no forward, and raises if it is asked.
+    # The class of a scripted module has no forward, and raises when it is read.
     forwards = {getattr(getattr(type(module), "forward", None), "__code__", None) for module in model.modules()}
     if code.co_name.startswith(_RESUMED):
         return any(forward is not None and forward.co_filename == code.co_filename for forward in forwards)
@@ -246,22 +261,23 @@ def _runs(code: CodeType, model: nn.Module) -> bool:
 
 
 def _may_compile_again() -> bool:
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    stance = getattr(getattr(dynamo, "_stance", None), "stance", "unknown")
+    eval_frame = sys.modules.get("torch._dynamo.eval_frame")
+    stance = getattr(getattr(eval_frame, "_stance", None), "stance", "unknown")
     return stance == "default" and not getattr(sys.modules["torch._dynamo"].config, "error_on_recompile", False)
 
 
-# Where this is put.
+def _note_compiled(_original: object) -> bool:
+    """Called before dynamo's compiler is wrapped: what was compiled until then has no hooks in it."""
+    input_codes = getattr(sys.modules["torch._dynamo.convert_frame"], "input_codes", None)
+    for reference in list(getattr(input_codes, "seen", ())):
+        if (code := reference()) is not None and code not in _with_hooks:
+            _without_hooks.add(code)
+    return look_up("torch._dynamo.convert_frame._compile", None, "modules in compiled code are not read") is not None
 
 
-def _stand_around(convert_frame: Any) -> None:
-    with contextlib.suppress(AttributeError):
-        for reference in list(convert_frame.input_codes.seen):
-            if (code := reference()) is not None:  # compiled before this package was imported
-                _without_hooks.add(code)
-    if look_up("torch._dynamo.convert_frame._compile", None, "modules in compiled code are not read") is not None:
-        wrapt.wrap_function_wrapper(convert_frame, "_compile", _compile)
-        compiled.hooks_are_guarded = True
+class _HookedCode:
+    """Holds the patch for compiled code that outlives the watch it was compiled with."""
 
 
-wrapt.register_post_import_hook(_stand_around, "torch._dynamo.convert_frame")
+_hooked_code = _HookedCode()
+_PATCH = wrapping("torch._dynamo.convert_frame", "_compile", _compile, "torch 2.9 to 2.13", accepts=_note_compiled)

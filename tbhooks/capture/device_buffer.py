@@ -1,7 +1,7 @@
 """Fixed-width records on one device, and the one copy that moves them to the host.
 
-Every reduced tensor takes the next record of a preallocated buffer. `copy_out` is the only place of the capture side
-that moves data there.
+Every reduced tensor takes the next record of a preallocated buffer. `copy_out` is the only function of capture that
+copies from a device to the host.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tbhooks.reduction import histogram
 from tbhooks.reduction.cpu import NULL, Address
 from tbhooks.reduction.finalize import Block
 
-# A step that never ends must not eat the device: past this many bytes of records, calls go unseen.
+# A step that never ends must not fill the device: past this many bytes of records, calls are not recorded.
 MOST_BYTES = 256 << 20
 
 FEWEST = 64
@@ -26,17 +26,17 @@ IN_NUMPY = {
     torch.float64: "f8", torch.float32: "f4", torch.float16: "f2", torch.int64: "i8", torch.int32: "i4",
     torch.int16: "i2", torch.int8: "i1", torch.uint8: "u1", torch.bool: "?",
 }  # fmt: skip
-"""What attached tensors may be as they are; others become float32."""
+"""The types in which tensors are attached; others are converted to float32."""
 
 
 class Buffer:
-    """Records of one device, handed out in order and copied out together."""
+    """Records of one device, taken in order and copied to the host together."""
 
     def __init__(self, like: Tensor, with_buckets: bool, capacity: int) -> None:
         self.device = device = like.device
         self.with_buckets = with_buckets
-        # Made by a tensor that is there already, which works on every device there is; on a CPU it could be a
-        # subclass that makes its own kind.
+        # Tensors are made from an existing one, which works on every device. On a CPU it could be a subclass that makes
+        # tensors of its own type.
         self._like = torch.zeros((), device="cpu") if device.type == "cpu" else like.detach().new_zeros(())
         # Devices without float64 keep float32 rows; counts are then exact to 2**24.
         self.row_type = torch.float32 if device.type == "mps" else torch.float64
@@ -56,7 +56,7 @@ class Buffer:
         self._grow(max(capacity, FEWEST))
 
     def take(self) -> int | None:
-        """The number of a fresh record, or None when a step has made more calls than may be held."""
+        """The number of an unused record; None if a step has made more calls than may be held."""
         if self.used >= self.records:
             room = MOST_BYTES // self.record_bytes - self.used
             if room <= 0:
@@ -77,12 +77,12 @@ class Buffer:
         return self._counts[record]
 
     def addresses(self, record: int) -> tuple[Address, Address]:
-        """Where the row and the counts lie of the record that was taken last, on a CPU."""
+        """The addresses of the row and of the counts of the record that was taken last, on a CPU."""
         row = self._address + record * self.record_bytes
         return row, row + self.row_bytes if self.with_buckets else NULL
 
     def attach(self, number: int, tensor: Tensor) -> Attached:
-        """Has a tensor ride along as it is now; `number` is the buffer's own."""
+        """Copies a tensor as it is now to the host with the records. `number` is that of this buffer."""
         self.unfinished.note_stream()
         with torch.inference_mode(False), torch.no_grad():
             readable = tensor.detach() if tensor.dtype in IN_NUMPY else tensor.detach().float()
@@ -96,7 +96,7 @@ class Buffer:
         return not self.used and not self._attached
 
     def pack(self) -> tuple[Tensor, int, int]:
-        """All used records as one tensor on the device, and how many bytes of parts and of tensors lie behind them."""
+        """All used records as one tensor on the device, and how many bytes of parts and of tensors follow them."""
         self.unfinished.wait_for_streams()
         left, packed = self.used, []
         for chunk in self._chunks:
@@ -110,7 +110,7 @@ class Buffer:
         return torch.cat([*(chunk.view(-1) for chunk in packed), *behind]), *sizes
 
     def reset(self) -> None:
-        """Makes all records fresh, in one chunk that fits what the last step needed."""
+        """Makes all records unused, in one chunk that fits what the last step needed."""
         needed = self.records
         if len(self._chunks) > 1:
             self._chunks, self._rows, self._counts, self.records, self.used = [], [], [], 0, 0
@@ -125,12 +125,12 @@ class Buffer:
         with torch.inference_mode(False):
             chunk = self._like.new_zeros((records, self.record_bytes), dtype=torch.uint8)
         self._chunks.append(chunk)
-        # Of record 0, were all of them in this chunk: those handed out from now on are.
+        # The address that record 0 would have if all were in this chunk: those taken from now on are.
         self._address = chunk.data_ptr() - self.records * self.record_bytes
         self.records += records
 
     def _make_views(self) -> None:
-        """Only torch operations need them, and many thousands take a while to make."""
+        """Makes a view of each row and count, which only torch operations need: thousands take a while to make."""
         self._rows, self._counts = [], []
         with torch.inference_mode(False):  # a tensor made inside it could not be written outside
             for chunk in self._chunks:
@@ -140,7 +140,7 @@ class Buffer:
 
 
 def copy_out(buffer: Buffer) -> Copy:
-    """Starts moving all its records, and says where they will be."""
+    """Starts the copy of all its records, and returns where they will be."""
     packed, part_bytes, attached_bytes = buffer.pack()
     cuda = buffer.device.type == "cuda"
     host = torch.empty(packed.shape, dtype=packed.dtype, device="cpu", pin_memory=cuda)
@@ -153,7 +153,7 @@ def copy_out(buffer: Buffer) -> Copy:
 
 
 class Unfinished:
-    """Of one device, in one step."""
+    """The partial results on one device in one step, of which finalize.py makes rows on the host."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -165,18 +165,18 @@ class Unfinished:
         self._streams: set[torch.cuda.Stream] = set()
 
     def hold(self, block: Block, parts: Sequence[Tensor]) -> None:
-        """Keeps the parts of records until all are put together."""
+        """Keeps the partial results of records until they are packed."""
         self.note_stream()
         self.blocks.append(block)
         self._held += parts
 
     def note_stream(self) -> None:
-        """Something of the step is being written on the current stream."""
+        """Notes that the current stream writes to the step."""
         if self._device.type == "cuda":
             self._streams.add(torch.cuda.current_stream(self._device))
 
     def wait_for_streams(self) -> None:
-        """Makes the current stream wait for what was written on others; the host does not wait."""
+        """Makes the current stream wait for the others that have written to the step; the host does not wait."""
         if self._device.type != "cuda":
             return
         current = torch.cuda.current_stream(self._device)
@@ -186,7 +186,7 @@ class Unfinished:
                 part.record_stream(current)
 
     def packed(self) -> Tensor | None:
-        """All parts as bytes, in the order of the blocks."""
+        """All partial results as bytes, in the order of the blocks."""
         if not self._held:
             return None
         return torch.cat([part.reshape(-1) for part in self._held]).view(torch.uint8)

@@ -1,9 +1,10 @@
-"""What torch.compile needs: operators that carry numbers out of a compiled graph, and code it must leave alone.
+"""What becomes part of a compiled graph, and which functions torch.compile must not compile.
 
-A hook that is compiled with the model cannot run Python. What it does instead becomes part of the graph: one
-operator a tensor, with an effect and no result, that hands the tensor to the same recorder as in eager mode. A
-hook is known in the graph by a ticket, which is a tensor: modules that share compiled code keep sharing it. All
-of torch's private compile interfaces are used here and nowhere else.
+A hook that is compiled with the model cannot run Python. Instead it adds one operator per tensor to the graph, with an
+effect and no result. When the graph runs, the operator calls the hook's observer with the tensor. The graph identifies
+the hook by an id that is a tensor and not a constant, so that modules which share compiled code keep sharing it.
+
+compilation.py controls when hooks are compiled in. All other private interfaces of torch.compile are used here.
 """
 
 from __future__ import annotations
@@ -14,74 +15,69 @@ import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any, Protocol, TypeVar
 
 import torch
-import wrapt
 from torch import Tensor, nn
 
+from tbhooks.capture.autograd import call_stack
+from tbhooks.data.patching import after_import
 from tbhooks.data.self_report import logger
 from tbhooks.reduction.torch_private import look_up, missing
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-hooks_are_guarded = False
-"""Whether compilation.py stands around dynamo's compiler. Where it cannot, hooks do nothing while they are compiled."""
 hooks_are_wanted = False
-"""Whether compilation.py stands around what is being traced now, and wants hooks in it. Never while exporting."""
-NOT_GUARDED = "it was not seen running, and compiled code is not read: the compiler of this torch is not known"
+"""Set by compilation.py while it compiles a function with hooks. Never while exporting."""
 traced: list[CompileGate | None] = []
-"""What the running compilation has come across: the gates of module hooks, None for others of ours."""
+"""The hooks that the running compilation has traced: the gates of module hooks, None for other hooks."""
 
 
-class Observer(Protocol):
-    """Who is told what runs inside a compiled graph."""
+class GraphObserver(Protocol):
+    """What operators in a compiled graph call."""
 
-    def saw_in_graph(self, tensor: Tensor, kind: str, index: str, gradient: str, serial: int) -> None: ...
+    def on_graph_tensor(self, tensor: Tensor, kind: str, index: str, gradient: str, step_id: int) -> None: ...
 
-    def began_in_graph(self) -> None: ...
-
-
-def _nothing() -> None: ...
+    def on_graph_begin(self) -> None: ...
 
 
 class CompileGate:
-    """All that compiled code asks of a watch. Each answer is one graph, so there are two: read, and not read."""
+    """The state of a watch that compiled code depends on. There is one graph for each answer: read, and not read."""
 
-    __slots__ = ("evaluation", "get_ready", "open", "serial", "was_compiled")
+    __slots__ = ("_before_first", "evaluation", "open", "step_id", "was_compiled")
 
-    def __init__(self) -> None:
+    def __init__(self, before_first: Callable[[], None]) -> None:
         self.open = False
         """Whether the next forward is read."""
         self.evaluation = False
         """Whether evaluation passes are read."""
         self.was_compiled = False
-        """Whether any hook was compiled: from then on they stay on, as later ones would go unnoticed."""
-        self.get_ready: Callable[[], None] = _nothing
-        """Called when the first hook is being compiled, before anything of it is read."""
-        self.serial = _host_number(0)
-        """The number of the step: a backward pass that comes late shows here."""
+        """Whether any hook was compiled. From then on hooks stay attached: compiled code ignores later ones."""
+        self.step_id = _host_number(0)
+        """The number of the step, as graphs are given it: a late gradient is assigned to its forward by it."""
+        self._before_first = before_first
+        """Called when the first hook is about to be compiled."""
 
     def next_step(self) -> None:
         # A new tensor: the old one may be kept for a backward that is still to come.
-        self.serial = _host_number(int(self.serial) + 1)
+        self.step_id = _host_number(int(self.step_id) + 1)
 
     def compiling(self) -> bool:
-        """Called while a hook is being compiled, and only then; says whether it may become part of the graph."""
+        """Called while a hook is being compiled, and only then. Returns whether it may become part of the graph."""
         if not may_read(self):
             return False
         if not self.was_compiled:
             self.was_compiled = True
-            self.get_ready()
+            self._before_first()
         return True
 
-    # torch._dynamo calls a function with this mark at once, and keeps its result in the graph.
+    # torch._dynamo calls a function with this mark while tracing, and keeps its result in the graph.
     compiling._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def may_read(gate: CompileGate | None = None) -> bool:
-    """Called while a hook is being compiled: whether it may become part of the graph."""
+    """Called while a hook is being compiled. Returns whether it may become part of the graph."""
     if hooks_are_wanted:
         traced.append(gate)
     return hooks_are_wanted
@@ -95,42 +91,42 @@ def _host_number(value: int) -> Tensor:
         return torch.tensor(value, dtype=torch.int64, device="cpu")
 
 
-# Whether an output's gradient will be shown too: no, yes, or it would be if backward were not compiled as well.
+# Whether the gradient of an output will come too: no, yes, or it would if backward were not compiled as well.
 NO_GRADIENT, GRADIENT_COMES, LOST_GRADIENT = "", "comes", "lost"
 
-NO_TICKET = _host_number(0)
+NO_HOOK_ID = _host_number(0)
 _numbers = itertools.count(1)
-_observers: weakref.WeakValueDictionary[int, Observer] = weakref.WeakValueDictionary()
+_observers: weakref.WeakValueDictionary[int, GraphObserver] = weakref.WeakValueDictionary()
 
 
-def hook_id(observer: Observer) -> Tensor:
-    """What an observer is known by inside a compiled graph, as long as it lives."""
+def hook_id(observer: GraphObserver) -> Tensor:
+    """A new id by which compiled graphs find the observer, as long as it lives."""
     number = next(_numbers)
     _observers[number] = observer
     return _host_number(number)
 
 
-def _see(tensor: Tensor | None, kind: str, index: str, gradient: str, hook_id: Tensor, serial: Tensor) -> None:
-    with _unheard("an operator in compiled code"):
+def _run_observe(tensor: Tensor | None, kind: str, index: str, gradient: str, hook_id: Tensor, step_id: Tensor) -> None:
+    with _collect_failures("an operator in compiled code"):
         observer = _observers.get(int(hook_id))
         if observer is not None and tensor is not None:
-            observer.saw_in_graph(tensor, kind, index, gradient, int(serial))
+            observer.on_graph_tensor(tensor, kind, index, gradient, int(step_id))
 
 
-def _begin(hook_id: Tensor) -> None:
-    with _unheard("an operator in compiled code"):
+def _run_begin(hook_id: Tensor) -> None:
+    with _collect_failures("an operator in compiled code"):
         observer = _observers.get(int(hook_id))
         if observer is not None:
-            observer.began_in_graph()
+            observer.on_graph_begin()
 
 
 failures: list[tuple[str, Exception]] = []
-"""What went wrong in compiled code before it was known whose hook it was; each watch tells of it."""
+"""Exceptions in compiled code, where it is not known which watch the hook belongs to; every watch reports them."""
 MOST_FAILURES = 20
 
 
 @contextlib.contextmanager
-def _unheard(where: str) -> Iterator[None]:
+def _collect_failures(where: str) -> Iterator[None]:
     try:
         yield
     except Exception as problem:
@@ -143,7 +139,7 @@ _library: Any = torch.library.Library("tbhooks", "DEF")  # type: ignore[no-untyp
 
 
 def _define(schema: str, run: Callable[..., None]) -> Any:
-    """An operator that compilers keep, keep in order, and never capture into a CUDA graph: it runs Python."""
+    """Defines an operator that compilers keep, keep in order, and never capture into a CUDA graph: it runs Python."""
     name = schema.partition("(")[0]
     unsafe = getattr(torch.Tag, "cudagraph_unsafe", None)
     _library.define(schema, tags=() if unsafe is None else (unsafe,))
@@ -169,10 +165,12 @@ def _keep_in_order(operator: Any) -> None:
         missing["effects of operators"] = f"{lost}: {type(problem).__name__}: {problem}"
 
 
-see = _define("see(Tensor? tensor, str kind, str index, str gradient, Tensor ticket, Tensor serial) -> ()", _see)
-"""Hands a tensor to the observer of `ticket`."""
-begin = _define("begin(Tensor ticket) -> ()", _begin)
-"""Tells the observer of `ticket` that a forward of the whole model begins."""
+_observe = _define(
+    "observe(Tensor? tensor, str kind, str index, str gradient, Tensor hook_id, Tensor step_id) -> ()", _run_observe
+)
+"""Calls the observer with a tensor."""
+begin = _define("begin(Tensor hook_id) -> ()", _run_begin)
+"""Calls the observer when a forward of the whole model begins."""
 
 
 _SLOWER = "hooks may be compiled on their own, which takes time and changes nothing"
@@ -180,8 +178,8 @@ _eval_frame: Any = look_up("torch._C._dynamo.eval_frame", None, _SLOWER)
 
 
 def _set_strategy(code: CodeType, itself: str, what_it_calls: str) -> None:
-    """Tells dynamo how to run code that is called outside of what it compiles."""
-    with contextlib.suppress(AttributeError, TypeError):  # another way to say it in another version
+    """Sets how dynamo runs code that is called outside of what it compiles."""
+    with contextlib.suppress(AttributeError, TypeError):  # another interface in another version
         if not hasattr(_eval_frame, "_FrameExecStrategy"):  # before torch 2.7
             _eval_frame.skip_code(code)
             return
@@ -200,7 +198,7 @@ _stay_uncompiled: set[CodeType] = set()
 
 
 def stays_uncompiled(function: Callable[..., Any]) -> None:
-    """Torch's own modules are compiled as part of others, or not at all; with hooks on they would be on their own."""
+    """Keeps torch's own modules from being compiled on their own, which dynamo does only if they have hooks."""
     code = getattr(function, "__code__", None)
     if code is None or code in _stay_uncompiled:
         return
@@ -210,45 +208,40 @@ def stays_uncompiled(function: Callable[..., Any]) -> None:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether a module is called through compiled code; that it is part of such code does not show on it."""
+    """Whether a module is called through compiled code. A module that only is part of compiled code is not noticed."""
     return "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def is_around() -> bool:
-    """Whether something compiled is what has called this, as far as Python knows; not what compilers were kept from."""
+    """Whether a frame of dynamo is on the Python stack, other than one that runs something uncompiled."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    frame: FrameType | None = sys._getframe(1) if dynamo is not None else None
-    while frame is not None and frame.f_globals is not vars(dynamo):
-        frame = frame.f_back
-    return frame is not None and not frame.f_code.co_qualname.startswith("DisableContext")
+    frames = () if dynamo is None else (frame for frame in call_stack() if frame.f_globals is vars(dynamo))
+    innermost = next(iter(frames), None)
+    return innermost is not None and not innermost.f_code.co_qualname.startswith("DisableContext")
 
 
 def dynamo_disable(function: Function) -> Function:
-    """Marks a function that torch.compile must not look into at all; what torch.compiler.disable does, unloaded."""
+    """Marks a function that torch.compile must not trace at all, as torch.compiler.disable does without an import."""
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     return dynamo_skip(function)
 
 
-def show(tensor: Tensor, kind: str, index: str, wants_gradient: bool, hook_id: Tensor, serial: Tensor) -> None:
-    """Puts a tensor, and if it is wanted its gradient, into the graph that is being compiled.
+def observe(tensor: Tensor, kind: str, index: str, wants_gradient: bool, hook_id: Tensor, step_id: Tensor) -> None:
+    """Adds operators for a tensor, and for its gradient if that is wanted, to the graph that is being compiled.
 
-    torch._dynamo takes the call as it is; what it does is traced below it, where tensors take hooks again.
+    torch._dynamo keeps the call as one node. Its body is traced later, by AOTAutograd, where tensors take hooks again.
     """
-    with _unheard("a hook in compiled code"):
-        _show(tensor, kind, index, wants_gradient, hook_id, serial)
+    with _collect_failures("a hook in compiled code"):
+        comes = NO_GRADIENT
+        if wants_gradient and tensor.requires_grad and not tensor.is_leaf:  # a leaf and its hook outlive the graph
+            comes = LOST_GRADIENT if _backward_is_compiled() else GRADIENT_COMES
+        _observe(tensor.detach(), kind, index, comes, hook_id, step_id)
+        if comes == GRADIENT_COMES:
 
+            def on_gradient(gradient: Tensor | None) -> None:  # None if only other outputs of the operation are used
+                _observe(gradient, "gradient", index, NO_GRADIENT, hook_id, step_id)
 
-def _show(tensor: Tensor, kind: str, index: str, wants_gradient: bool, hook_id: Tensor, serial: Tensor) -> None:
-    comes = NO_GRADIENT
-    if wants_gradient and tensor.requires_grad and not tensor.is_leaf:  # a leaf outlives the graph, as would its hook
-        comes = LOST_GRADIENT if _backward_is_compiled() else GRADIENT_COMES
-    see(tensor.detach(), kind, index, comes, hook_id, serial)
-    if comes == GRADIENT_COMES:
-
-        def saw(gradient: Tensor | None) -> None:  # None where only other outputs of the same operation are used
-            see(gradient, "gradient", index, NO_GRADIENT, hook_id, serial)
-
-        tensor.register_hook(saw)  # type: ignore[no-untyped-call]
+            tensor.register_hook(on_gradient)  # type: ignore[no-untyped-call]
 
 
 def _backward_is_compiled() -> bool:
@@ -257,18 +250,16 @@ def _backward_is_compiled() -> bool:
     return bool(getattr(autograd, "compiled_autograd_enabled", False))
 
 
-def _take_as_it_is(dynamo: Any) -> None:
-    dynamo.allow_in_graph(show)
+def _keep_as_one_node(dynamo: Any) -> None:
+    dynamo.allow_in_graph(observe)
 
 
-wrapt.register_post_import_hook(_take_as_it_is, "torch._dynamo")
+after_import(_keep_as_one_node, "torch._dynamo")
 
 
-GRADIENTS_INSIDE = "compiled with other outputs: what they pass on to each other stays inside"
+GRADIENTS_INSIDE = "compiled with other outputs: gradients between them stay inside the graph"
 
 
 def with_gradients_inside(found: list[tuple[str, Tensor]]) -> bool:
-    """Whether these are several outputs of one compiled graph: a gradient from one to another is not seen outside."""
-    origins = [tensor.grad_fn for _, tensor in found if tensor.grad_fn is not None]
-    compiled_origins = [origin for origin in origins if type(origin).__name__ == "CompiledFunctionBackward"]
-    return len(compiled_origins) > 1
+    """Whether these are several outputs of one compiled graph: a gradient from one to another stays inside it."""
+    return sum(type(tensor.grad_fn).__name__ == "CompiledFunctionBackward" for _, tensor in found) > 1

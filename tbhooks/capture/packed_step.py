@@ -1,6 +1,6 @@
-"""A logged step after its copy was started: waits for it, merges the records, and makes the frame.
+"""A logged step whose copy to the host was started: waits for the copy, merges the records, and makes the frame.
 
-Runs in the pump's thread. Reads host memory only; nothing here touches a device or a model.
+Runs in the background thread. Reads host memory only; nothing here touches a device or a model.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from tbhooks.data import rank_spread, stats
 from tbhooks.data.artifacts import Artifact
 from tbhooks.data.frame import GRADIENT_NORM, NONFINITE_SINCE, RAW_GRADIENT_NORM, Frame, Site
 from tbhooks.data.step_table import PARAMETER_KINDS, UNKNOWN_SHARD, UNSHARDED, MergedStep, StepTable
-from tbhooks.reduction import finalize as parts
+from tbhooks.reduction import finalize
 
 Number = TypeVar("Number", np.float64, np.int64)
 Span = tuple[int, int, int]
-"""Where one reduced tensor lies: buffer number, first record, one past the last."""
+"""The records of one reduced tensor: buffer number, first record, one past the last."""
 Scalars = dict[str, tuple[int, int, int] | float]
-"""Numbers by tag: known already, or the buffer, record and column where they are."""
+"""Scalars by tag: the value if it is known, or the buffer, record and column of the copy that hold it."""
 
-# A tuple in a tuple in a list, with three numbers of its own.
+# The size of one of `calls`: a tuple in a tuple in a list, with three integers.
 _CALL_BYTES = 200
 
 
 @dataclass(frozen=True)
 class Copy:
-    """Records on their way to the host, and behind them the parts that rows of some are made of here."""
+    """Records on their way to the host, followed by partial results of which rows are made here."""
 
     host: Tensor
     row_type: torch.dtype
     event: torch.cuda.Event | None
-    unfinished: Sequence[parts.Block] = ()
+    unfinished: Sequence[finalize.Block] = ()
     record_bytes: int = 0
     part_bytes: int = 0
     attached_bytes: int = 0
@@ -53,7 +53,7 @@ class Copy:
             rows = rows.copy()
             end = len(self.host) - self.attached_bytes
             behind = self.host[end - self.part_bytes : end].view(self.row_type)
-            records, values = parts.gather(np.asarray(behind, dtype=np.float64), self.unfinished)
+            records, values = finalize.gather(np.asarray(behind, dtype=np.float64), self.unfinished)
             rows[records] = values
         return rows
 
@@ -73,7 +73,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class Attached:
-    """A tensor that rides in a step's copy: the buffer, where it lies among those attached, and what it is."""
+    """A tensor that is copied with a step: its buffer, its position among those attached, its type and shape."""
 
     buffer: int
     start: int
@@ -83,11 +83,11 @@ class Attached:
 
 
 Read = Callable[[Attached], NDArray[Any]]
-"""Gives an attached tensor, once it is here."""
+"""Returns an attached tensor, after the copy."""
 ArtifactBuilder = Callable[[Read], Iterable[Artifact]]
-"""What is made of attached tensors in the background; it raises nothing."""
+"""Makes artifacts of attached tensors in the background; it raises nothing."""
 Merge = Callable[[StepTable], MergedStep | None]
-"""What all ranks saw, given what this one saw; None if that is not for this rank to know."""
+"""Merges the table of this rank with those of all ranks; returns None if another rank writes."""
 
 
 @dataclass(frozen=True)
@@ -104,48 +104,48 @@ class PackedStep:
     calls: list[tuple[int, Span]]
     scalars: Scalars
     earlier: dict[int, Scalars]
-    pieces: Mapping[Site, tuple[int, int]] = field(default_factory=dict)
-    """Of tensors that are spread over ranks, which piece was read, and of how many."""
+    shards: Mapping[Site, tuple[int, int]] = field(default_factory=dict)
+    """Of tensors that are sharded over ranks, which shard was read, and of how many."""
     group: int = 0
     """The lowest of the ranks that worked on the same batch."""
     merge: Merge | None = None
-    """Joins it with what other ranks saw; they wait for that."""
+    """Merges it with the tables of other ranks, which wait for that."""
     artifact_builders: Sequence[ArtifactBuilder] = ()
-    """What makes the exhibits that go with it."""
+    """What makes the artifacts of the step."""
 
     @property
     def nbytes(self) -> int:
-        """What it holds of the host's memory until it is written: the copied records, and about what its lists take."""
+        """About how much host memory it holds until it is written: the copied records and its lists."""
         return sum(copy.host.nbytes for copy in self.copies.values()) + _CALL_BYTES * len(self.calls)
 
     def without_numbers(self) -> PackedStep | None:
-        """What is left to do if its numbers are dropped."""
+        """The step without its numbers: other ranks still have to be answered. None if there are none."""
         if self.merge is None:
             return None
         return replace(self, copies={}, calls=[], scalars={}, earlier={}, artifact_builders=())
 
     def frames(self) -> list[Frame]:
-        """The step's frame, after what is only now known of earlier ones."""
+        """The frame of the step, after frames with late scalars of earlier steps."""
         if self.merge is None:
-            return self._made(self._own(self._table()))
+            return self._frames(self._alone(self._table()))
         try:
             table = self._table()
         except BaseException:
-            self.merge(StepTable(self.step))  # the others wait for something
+            self.merge(StepTable(self.step))  # the other ranks wait for it
             raise
         merged = self.merge(table)
         if merged is not None:
-            return self._made(merged)
-        return self._made(self._own(table)) if self.rank == 0 else []
+            return self._frames(merged)
+        return self._frames(self._alone(table)) if self.rank == 0 else []
 
-    def _own(self, table: StepTable) -> MergedStep:
-        """What this rank saw, alone: of weights in pieces nobody here knows a norm of all gradients."""
-        if any(site.kind == "weight_gradient" for site in self.pieces):
+    def _alone(self, table: StepTable) -> MergedStep:
+        """The step of this rank alone. If weights are sharded, the norm of all gradients is not known here."""
+        if any(site.kind == "weight_gradient" for site in self.shards):
             table = replace(table, scalars={k: v for k, v in table.scalars.items() if k != RAW_GRADIENT_NORM})
             return MergedStep(table, rank_spread.empty(len(table.sites)), is_whole=False)
         return MergedStep(table, rank_spread.empty(len(table.sites)))
 
-    def _made(self, merged: MergedStep) -> list[Frame]:
+    def _frames(self, merged: MergedStep) -> list[Frame]:
         table = merged.table
         late = [self._scalar_frame(step, scalars) for step, scalars in table.earlier.items()]
         artifacts = self._artifacts()
@@ -166,7 +166,7 @@ class PackedStep:
         return Frame(step, self.time, self.rank, (), stats.empty_rows(0), nothing, scalars=scalars)
 
     def _table(self) -> StepTable:
-        """The step's records, merged by site."""
+        """The records of the step, merged by site."""
         for copy in self.copies.values():
             copy.wait()
         rows = {i: copy.rows() for i, copy in self.copies.items()}
@@ -179,12 +179,12 @@ class PackedStep:
         sites = [self.sites[number] for number in order]
         return StepTable(
             self.step, sites, stats.merge(_gather(rows, record, stats.WIDTH), owner, len(order)), counts,
-            np.array([self._piece(site) for site in sites], dtype=np.int64).reshape(-1, 2), _read(self.scalars, rows),
+            np.array([self._shard(site) for site in sites], dtype=np.int64).reshape(-1, 2), _read(self.scalars, rows),
             {step: _read(scalars, rows) for step, scalars in self.earlier.items()}, self.group,
         )  # fmt: skip
 
-    def _piece(self, site: Site) -> tuple[int, int]:
-        return self.pieces.get(site, UNSHARDED if site.kind in PARAMETER_KINDS else UNKNOWN_SHARD)
+    def _shard(self, site: Site) -> tuple[int, int]:
+        return self.shards.get(site, UNSHARDED if site.kind in PARAMETER_KINDS else UNKNOWN_SHARD)
 
     def _frame(self, merged: MergedStep) -> Frame:
         sites, values, counts = merged.table.sites, merged.table.values, merged.table.counts
@@ -197,7 +197,7 @@ class PackedStep:
         )  # fmt: skip
 
     def _records(self, position: dict[int, int]) -> tuple[NDArray[np.intp], list[tuple[int, int]]]:
-        """The frame row each record merges into, and where each record lies."""
+        """For each record the row of the table it is merged into, and where the record is."""
         owner, record = [], []
         for site, (number, start, stop) in self.calls:
             for i in range(start, stop):
@@ -207,7 +207,7 @@ class PackedStep:
 
 
 def _set_update_base(sites: Sequence[Site], values: stats.Floats) -> None:
-    """An update is measured against the weight it changed, which was reduced in the same step."""
+    """Sets the norm an update is compared with: that of its weight, which was reduced in the same step."""
     weight = {site.path: i for i, site in enumerate(sites) if site.kind == "weight"}
     norms = stats.STATS["norm"](values)
     for i, site in enumerate(sites):
@@ -221,7 +221,7 @@ def _gradient_norm(sites: Sequence[Site], values: stats.Floats) -> dict[str, flo
     if not len(of_gradients):
         return {}
     squares = np.square(stats.STATS["norm"](of_gradients))
-    squares[of_gradients[:, stats.INFS] > 0] = np.inf  # unlike a site's own norm, one number must show them
+    squares[of_gradients[:, stats.INFS] > 0] = np.inf  # unlike a site's own norm, which leaves them out
     squares[of_gradients[:, stats.NANS] > 0] = np.nan
     return {GRADIENT_NORM: float(np.sqrt(squares.sum()))}
 

@@ -1,8 +1,8 @@
-"""A model left exactly as it was, for a pass that is not part of its training.
+"""Runs a pass that is not part of training, and leaves the model exactly as it was.
 
-What a pass may change is kept aside and put back: attributes of modules, buffers, tensors and arrays that are
-attributes, gradients, random numbers, modes. That costs one copy of the buffers and of those tensors. Parameters are
-not copied: a forward that changes one in place is told about, and cannot be undone.
+Everything a pass may change is saved and restored: attributes of modules, buffers, tensors and arrays that are
+attributes, gradients, random number generators, modes. That costs one copy of the buffers and of those tensors.
+Parameters are not copied: a forward that changes one in place is reported, and not undone.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _ABSENT = object()
 _HOOK_TABLES = frozenset(name for name in vars(nn.Module()) if "hooks" in name)
 # Torch's own tables, which hold modules, parameters and buffers.
 _TABLES = _HOOK_TABLES | {"_parameters", "_buffers", "_modules"}
-# Containers among the attributes of a module are looked into so deep, and if they are no longer than this: a
-# vocabulary is not searched for tensors.
+# Containers among the attributes of a module are searched for tensors to this depth, and if they are no longer than
+# this: a vocabulary is not searched.
 _DEPTH, _LONGEST = 3, 1000
 
-PutBack = Callable[[], object]
+Restore = Callable[[], object]
 
 
 class Snapshot:
-    """What modules, their buffers and random numbers are at this moment; `restore` may be called any number of times.
+    """The state of modules, their buffers and random number generators; `restore` may be called any number of times.
 
-    Parameters are not in it. `hooks=False` leaves the hooks on modules out.
+    Parameters are not saved. `hooks=False` leaves out the hooks on modules.
     """
 
     def __init__(self, model: nn.Module, more: Iterable[Tensor] = (), hooks: bool = True) -> None:
@@ -43,24 +43,24 @@ class Snapshot:
         devices = {tensor.device.type for tensor in (*model.parameters(), *tensors)}
         left_out = frozenset() if hooks else _HOOK_TABLES
         self._attributes = [(module, dict(vars(module))) for module in model.modules()]
-        self._put_back: list[PutBack] = [
-            *(partial(_put_back_bits, tensor.detach(), tensor.detach().clone()) for tensor in self.tensors),
-            *(put_back for module in model.modules() for put_back in _contents(module, left_out)),
-            *_random_numbers(devices),
+        self._restores: list[Restore] = [
+            *(partial(_restore_bits, tensor.detach(), tensor.detach().clone()) for tensor in self.tensors),
+            *(restore for module in model.modules() for restore in _contents(module, left_out)),
+            *_random_states(devices),
         ]
 
     def restore(self) -> None:
         for module, attributes in self._attributes:
-            _put_back_attributes(module, attributes)
-        for put_back in self._put_back:
-            put_back()
+            _restore_attributes(module, attributes)
+        for restore in self._restores:
+            restore()
 
 
 @contextlib.contextmanager
-def untouched(model: nn.Module, inputs: Mapping[str, Tensor], more: Iterable[Tensor] = ()) -> Iterator[list[str]]:
-    """Puts everything back in the end, an exception or not; then the list holds what could not be, in words.
+def preserved(model: nn.Module, inputs: Mapping[str, Tensor], more: Iterable[Tensor] = ()) -> Iterator[list[str]]:
+    """Restores everything at the end, also after an exception. The list then describes what could not be restored.
 
-    Inputs that the pass changes in place are told about; what `more` holds is put back.
+    Inputs that the pass changes in place are reported; tensors in `more` are restored.
     """
     notes: list[str] = []
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
@@ -68,25 +68,25 @@ def untouched(model: nn.Module, inputs: Mapping[str, Tensor], more: Iterable[Ten
     with contextlib.ExitStack() as undo:
         undo.enter_context(torch.set_grad_enabled(torch.is_grad_enabled()))
         undo.enter_context(_uncached_autocast())
-        undo.callback(_call_all, _random_numbers({tensor.device.type for tensor in inputs.values()}))
-        told = {f"input {index}".rstrip(): tensor for index, tensor in inputs.items()}
+        undo.callback(_call_all, _random_states({tensor.device.type for tensor in inputs.values()}))
+        named = {f"input {index}".rstrip(): tensor for index, tensor in inputs.items()}
         plain = {name: tensor for name, tensor in plain_tensors(model).items() if not _can_be_copied(tensor)}
-        undo.enter_context(_changes_told({**plain, **parameters, **told}, notes))
+        undo.enter_context(_changes_reported({**plain, **parameters, **named}, notes))
         before = Snapshot(model, more)
         for tensor in before.tensors:
             if not tensor.is_inference():
                 undo.enter_context(_unsafe_preserve_version_counter(tensor))
         undo.callback(before.restore)
         for tensor in tensors:
-            undo.callback(_put_back_tensor, tensor, tensor.detach(), tensor.requires_grad)
-        undo.enter_context(gradients_aside(tensors))
+            undo.callback(_restore_tensor, tensor, tensor.detach(), tensor.requires_grad)
+        undo.enter_context(without_gradients(tensors))
         yield notes
 
 
 @contextlib.contextmanager
-def gradients_aside(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Leaves have no `.grad` inside, and afterwards the very one they had; what others do once one has come is not
-    done: an optimizer that steps in backward would train.
+def without_gradients(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Inside, leaves have no `.grad`, and post-accumulate hooks are not called: an optimizer that steps in backward
+    would train. Afterwards each has the same `.grad` object as before.
     """
     leaves = [tensor for tensor in tensors if tensor.is_leaf]
     kept = [(leaf, leaf.grad, leaf._post_accumulate_grad_hooks) for leaf in leaves]
@@ -107,7 +107,7 @@ def gradients_aside(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _uncached_autocast() -> Iterator[None]:
-    """Weights that an autocast around us has cast stay those of its own passes."""
+    """Inside, weights are not cached by an autocast that is active around it."""
     enabled = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -116,9 +116,9 @@ def _uncached_autocast() -> Iterator[None]:
         torch.set_autocast_cache_enabled(enabled)
 
 
-def _random_numbers(device_types: set[str]) -> list[PutBack]:
-    """What puts the generators of Python, NumPy and torch back to where they are now."""
-    found: list[PutBack] = [
+def _random_states(device_types: set[str]) -> list[Restore]:
+    """What restores the random number generators of Python, NumPy and torch."""
+    found: list[Restore] = [
         partial(random.setstate, random.getstate()),
         partial(np.random.set_state, np.random.get_state()),
         partial(torch.set_rng_state, torch.get_rng_state()),
@@ -133,20 +133,20 @@ def _random_numbers(device_types: set[str]) -> list[PutBack]:
     return found
 
 
-def _call_all(functions: Iterable[PutBack]) -> None:
+def _call_all(functions: Iterable[Restore]) -> None:
     for function in functions:
         function()
 
 
 @contextlib.contextmanager
-def _changes_told(tensors: Mapping[str, Tensor], notes: list[str]) -> Iterator[None]:
+def _changes_reported(tensors: Mapping[str, Tensor], notes: list[str]) -> Iterator[None]:
     before = {name: _version(tensor) for name, tensor in tensors.items()}
     try:
         yield
     finally:
         changed = [name for name, tensor in tensors.items() if _version(tensor) != before[name]]
         if changed:
-            notes.append(f"changed in place by the pass itself, and left so: {', '.join(changed)}")
+            notes.append(f"changed in place by the pass, and not restored: {', '.join(changed)}")
 
 
 def _version(tensor: Tensor) -> int:
@@ -154,7 +154,7 @@ def _version(tensor: Tensor) -> int:
 
 
 def plain_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Those that modules hold as attributes, alone or in containers, and that are neither parameters nor buffers."""
+    """Tensors that modules hold as attributes or in containers, other than parameters and buffers."""
     known = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     found: dict[str, Tensor] = {}
     for path, module in model.named_modules():
@@ -179,34 +179,34 @@ def _can_be_copied(tensor: Tensor) -> bool:
     return plain and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
-def _contents(module: nn.Module, left_out: frozenset[str]) -> Iterator[PutBack]:
-    """What puts back what is inside its attributes, torch's own tables of parameters and hooks among them."""
+def _contents(module: nn.Module, left_out: frozenset[str]) -> Iterator[Restore]:
+    """What restores the contents of its attributes, including torch's own tables of parameters and hooks."""
     for name, value in vars(module).items():
         if name not in left_out:
             for _, item in _held(value, depth=0 if name in _TABLES else _DEPTH):
-                put_back = _content(item)
-                if put_back is not None:
-                    yield put_back
+                restore = _content(item)
+                if restore is not None:
+                    yield restore
 
 
-def _content(value: Any) -> PutBack | None:
-    put_back: PutBack | None = None
+def _content(value: Any) -> Restore | None:
+    restore: Restore | None = None
     if isinstance(value, _CONTAINERS):
-        put_back = partial(_put_back_container, value, value.copy())
+        restore = partial(_restore_container, value, value.copy())
     elif isinstance(value, torch.Generator):
-        put_back = partial(value.set_state, value.get_state())
+        restore = partial(value.set_state, value.get_state())
     elif isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
-        put_back = partial(value.setstate, value.getstate())
+        restore = partial(value.setstate, value.getstate())
     elif isinstance(value, np.random.RandomState):
-        put_back = partial(value.set_state, value.get_state())
+        restore = partial(value.set_state, value.get_state())
     elif isinstance(value, np.random.Generator):
-        put_back = partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+        restore = partial(setattr, value.bit_generator, "state", value.bit_generator.state)
     elif isinstance(value, np.ndarray) and value.flags.writeable:
-        put_back = partial(np.copyto, value, value.copy())
-    return put_back
+        restore = partial(np.copyto, value, value.copy())
+    return restore
 
 
-def _put_back_attributes(module: nn.Module, attributes: dict[str, Any]) -> None:
+def _restore_attributes(module: nn.Module, attributes: dict[str, Any]) -> None:
     now = vars(module)
     for name in now.keys() - attributes.keys():
         del now[name]
@@ -215,14 +215,14 @@ def _put_back_attributes(module: nn.Module, attributes: dict[str, Any]) -> None:
             now[name] = value
 
 
-def _put_back_container(container: Any, content: Any) -> None:
+def _restore_container(container: Any, content: Any) -> None:
     if not _is_same(container, content):
         container.clear()
         (container.extend if isinstance(container, list | deque) else container.update)(content)
 
 
 def _is_same(container: Any, content: Any) -> bool:
-    """By identity: what is in it may not want to be compared."""
+    """By identity: not everything can be compared."""
     if len(container) != len(content):
         return False
     keys = all(one is other for one, other in zip(container, content, strict=True))
@@ -231,22 +231,22 @@ def _is_same(container: Any, content: Any) -> bool:
     return all(one is other for one, other in zip(container.values(), content.values(), strict=True))
 
 
-def _put_back_tensor(tensor: Tensor, data: Tensor, requires_grad: bool) -> None:
-    """`data` is what it was made of, and not a copy."""
+def _restore_tensor(tensor: Tensor, data: Tensor, requires_grad: bool) -> None:
+    """`data` shares the memory the tensor had, and is no copy of it."""
     if type(tensor) in (Tensor, nn.Parameter) and not tensor.is_set_to(data):
         tensor.data = data
     if tensor.requires_grad != requires_grad:
         tensor.requires_grad_(requires_grad)
 
 
-def _put_back_bits(data: Tensor, kept: Tensor) -> None:
+def _restore_bits(data: Tensor, kept: Tensor) -> None:
     if not _has_same_bits(data, kept):
         with torch.inference_mode(data.is_inference()), torch.no_grad():
             data.copy_(kept)
 
 
 def _has_same_bits(one: Tensor, other: Tensor) -> bool:
-    """Only what has changed is written: torch refuses to write some tensors, and autograd remembers writes."""
+    """Only changed tensors are written: torch refuses to write some, and autograd counts writes as versions."""
     if one.layout is not torch.strided or one.is_nested or one.is_quantized:
         return False
     return torch.equal(_bits(one), _bits(other))

@@ -1,4 +1,4 @@
-"""Which rank of a distributed job this process is, and what capture needs to know of the other ranks.
+"""The rank of this process in a distributed job, and what capture needs of the other ranks.
 
 The communication itself is in `tbhooks.distributed`, which implements `RankGroup`.
 """
@@ -19,7 +19,7 @@ from tbhooks.data.step_table import MergedStep, StepTable
 
 
 class RankGroup(Protocol):
-    """The ranks that merge their numbers."""
+    """The ranks that merge their statistics."""
 
     world: int
     is_over: bool
@@ -33,7 +33,7 @@ class RankGroup(Protocol):
 
 @dataclass(frozen=True)
 class RankContext:
-    """Where this process stands in its job."""
+    """The rank of this process, and the group it merges with."""
 
     rank: int = 0
     team: RankGroup | None = None
@@ -42,29 +42,29 @@ class RankContext:
 
     @property
     def is_idle(self) -> bool:
-        """Whether another rank does all there is to do."""
+        """Whether another rank writes, and this one has nothing to do."""
         return self.rank != 0 and self.team is None
 
     @property
     def is_another(self) -> bool:
-        """Whether the process has become another rank's since: the group was made after the watch."""
+        """Whether the rank has changed since: the process group was initialised after the watch."""
         return self.team is None and this_rank() != self.rank
 
     @property
     def has_missed_the_others(self) -> bool:
-        """Whether it was to be merged, and there was nobody to merge with yet."""
+        """Whether ranks were to be merged, and the process group was initialised after the watch."""
         return self.wants_team and self.team is None and sharded_tensors.are_several()
 
-    def shared(self, pending: PackedStep, model: nn.Module | None, report: Report) -> PackedStep:
-        """A step as it goes to the pump: with what joins it with those of other ranks, if there are any."""
+    def shared(self, packed: PackedStep, model: nn.Module | None, report: Report) -> PackedStep:
+        """Adds to a packed step the function that merges it with the steps of other ranks, if there are any."""
         if self.team is None:
-            return pending
+            return packed
         group = self.rank if model is None else sharded_tensors.batch_group(model, self.rank)
-        return replace(pending, group=group, merge=partial(self.team.merge, report=report))
+        return replace(packed, group=group, merge=partial(self.team.merge, report=report))
 
 
 def this_rank() -> int:
-    """The number of this process among those of the job; 0 where there is only one."""
+    """The rank of this process; 0 if there is only one."""
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank()
     return rank_and_world()[0]

@@ -1,7 +1,7 @@
-"""The numbers of one logged step: each reduced tensor in a record on its device (records.py), and whose they are.
+"""The records of one logged step, on their devices (device_buffer.py), and the site each belongs to.
 
-Which site a record belongs to stays in Python. So the calls of a shared module, micro-batches and outputs passed on
-unchanged cost no device work: records are merged on the host (pending.py).
+The sites stay in Python. So the calls of a shared module, micro-batches and outputs passed on unchanged cost no device
+work: records are merged on the host (packed_step.py).
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from tbhooks.reduction import batched, cpu, histogram, torch_rows, triton
 from tbhooks.reduction.cpu import Address
 from tbhooks.reduction.finalize import Block
 
-# Torch reductions make temporaries of the tensor's size: larger tensors are read in parts this long.
+# Torch reductions make temporaries of the tensor's size: larger tensors are reduced in parts of this length.
 PART = 1 << 20
 # Bucket counts are 32-bit integers.
 MOST_COUNT = 2**31 - 1
 
 NO_SITE = -1
-# Kinds that are read for the sake of another: an update is measured against its weight.
+# Kinds that another one needs: an update is compared with its weight.
 READ_FOR = {"weight": "update"}
 
 
 Reduce = Callable[[Tensor, Buffer, int], None]
-"""A real, flat tensor into a record that was just taken: the row, and the bucket counts if there are any."""
+"""Reduces a real, flat tensor into a record that was just taken: the row, and the bucket counts if there are any."""
 
 
 def reduce_by_kernel(numbers: Tensor, buffer: Buffer, record: int) -> None:
-    """For CPU tensors it can read."""
+    """With the C kernel, for CPU tensors it can read."""
     cpu.reduce(numbers, *buffer.addresses(record))
 
 
 def reduce_by_torch(numbers: Tensor, buffer: Buffer, record: int) -> None:
-    """For devices, and where there is no C kernel."""
+    """With Triton or torch operations, for devices and where there is no C kernel."""
     counts = buffer.counts(record) if buffer.with_buckets else None
     if triton.can_read(numbers):
         buffer.unfinished.note_stream()
@@ -59,7 +59,7 @@ def reduce_by_torch(numbers: Tensor, buffer: Buffer, record: int) -> None:
 
 
 def _reduce_divided(scale: Tensor) -> Reduce:
-    """By a tensor on the device, so without a sync; in half precision the quotient could be zero."""
+    """Divides by a tensor on the device first, without a sync. In half precision the quotient could underflow."""
 
     def reduce(numbers: Tensor, buffer: Buffer, record: int) -> None:
         divided = (numbers.float() if numbers.dtype.itemsize < 4 else numbers) / scale.to(numbers.device)
@@ -69,14 +69,14 @@ def _reduce_divided(scale: Tensor) -> Reduce:
 
 
 def storage_is_freed(tensor: Tensor) -> bool:
-    """Whether its memory was, as sharded training does with weights it has gathered: reading it would be the end."""
+    """Whether its memory was freed, as FSDP does with gathered weights: reading it would crash the process."""
     if not tensor.numel() or tensor.layout is not torch.strided or not torch_rows.has_storage(tensor):
         return False
     return tensor.untyped_storage().nbytes() == 0
 
 
 Wanted = tuple[int, Tensor, Address, Address]
-"""For a site: a tensor the kernel can read, where a copy of it goes, and what is subtracted from it; or NOWHERE."""
+"""A site, a tensor the kernel can read, the address of a copy to write, and that of a tensor to subtract (or NULL)."""
 
 
 def can_be_one_of_many(tensor: Tensor) -> bool:
@@ -85,35 +85,35 @@ def can_be_one_of_many(tensor: Tensor) -> bool:
 
 
 class Recorder:
-    """Collects one logged step, on as many devices as the model uses, and knows every site by its number."""
+    """Records one logged step, on as many devices as the model uses. Sites are identified by numbers."""
 
     def __init__(self, kinds: Iterable[str], prefix: str = "") -> None:
         self.with_buckets = False
         self.kinds = frozenset(kinds)
-        # What is put before the kinds of its sites, to tell them from those of other recorders.
+        # Put before the kinds of its sites, to distinguish them from those of other recorders.
         self._prefix = prefix
         self._shown = frozenset(prefix + kind for kind in self.kinds)
-        # Modules may run in several threads, and the kernel lets others run while it reads.
+        # Modules may run in several threads, and the kernel releases the GIL.
         self._lock = threading.RLock()
         self.sites: list[Site] = []
         self._numbers: dict[Site, int] = {}
         self._buffers: list[Buffer] = []
         self._number: dict[tuple[torch.device, bool], int] = {}
         self.calls: list[tuple[int, Span]] = []
-        # By the place in `calls`: the forward or backward that a record is of.
+        # By the position in `calls`: the forward or backward that the record belongs to.
         self._owners: dict[int, object] = {}
-        self.pieces: dict[Site, tuple[int, int]] = {}
-        """Of what is spread over ranks, which piece is here, and of how many."""
+        self.shards: dict[Site, tuple[int, int]] = {}
+        """Of tensors that are sharded over ranks, which shard is on this rank, and of how many."""
         self._scalars: Scalars = {}
         self._earlier: dict[int, Scalars] = {}
-        self._makers: list[ArtifactBuilder] = []
+        self._artifact_builders: list[ArtifactBuilder] = []
 
     def wants(self, *kinds: str) -> bool:
         """Whether any of these kinds was asked for."""
         return not self.kinds.isdisjoint(kinds)
 
     def number(self, site: Site) -> int:
-        """The site's number; NO_SITE for a kind nobody asked for."""
+        """The number of a site; NO_SITE if its kind is not wanted."""
         number = self._numbers.get(site)
         if number is not None:
             return number
@@ -132,9 +132,9 @@ class Recorder:
             self.restart()
 
     def restart(self) -> None:
-        """Forgets what the step has recorded so far; waits for what is being read in another thread."""
+        """Forgets what was recorded so far; waits for a tensor that is being read in another thread."""
         with self._lock:
-            self.calls, self._scalars, self._earlier, self._makers = [], {}, {}, []
+            self.calls, self._scalars, self._earlier, self._artifact_builders = [], {}, {}, []
             self._owners = {}
             for buffer in self._buffers:
                 buffer.reset()
@@ -142,9 +142,9 @@ class Recorder:
     def record(
         self, site: int, tensor: Tensor, scale: Tensor | None = None, owner: object = None
     ) -> Span | None:  # fmt: skip
-        """Reduces a tensor for a site, divided by `scale` if there is one; None if it holds no real numbers.
+        """Reduces a tensor for a site, divided by `scale` if there is one. Returns None if it holds no real numbers.
 
-        `owner` is what `drop` knows the record by.
+        `owner` identifies the record for `drop`.
         """
         with self._lock:
             if scale is None and can_be_one_of_many(tensor):  # nearly always on a CPU: the shortest way
@@ -156,9 +156,9 @@ class Recorder:
         return span
 
     def _record_any(self, site: int, tensor: Tensor, scale: Tensor | None) -> Span | None:
-        local = sharded_tensors.here(tensor)
+        local = sharded_tensors.local_tensor(tensor)
         if sharded_tensors.is_dtensor(tensor):
-            self.pieces.setdefault(self.sites[site], sharded_tensors.piece(tensor))
+            self.shards.setdefault(self.sites[site], sharded_tensors.shard_index(tensor))
         if local is None or storage_is_freed(local):
             return None
         if scale is None and can_be_one_of_many(local):
@@ -175,7 +175,7 @@ class Recorder:
         return number, record, record + 1
 
     def record_all(self, wanted: Sequence[Wanted]) -> bool:
-        """Reduces many tensors that the kernel can read, in one call of it; False if there was no room for all."""
+        """Reduces many tensors in one call of the C kernel. Returns False if there was no room for all."""
         if not wanted:
             return True
         jobs: list[cpu.Job] = []
@@ -197,7 +197,7 @@ class Recorder:
                 made = batched.block(group)
                 number, buffer = self._buffer(made)
                 records = [record for record in (buffer.take() for _ in group) if record is not None]
-                if len(records) < len(group):  # it has overflowed, and says so
+                if len(records) < len(group):  # the buffer has overflowed
                     return
                 block = Block(records, [tensor.numel() for _, tensor, _, _ in group], made.size(1), shifted=True)
                 buffer.unfinished.hold(block, batched.reduce(made, buffer.row_type))
@@ -220,7 +220,7 @@ class Recorder:
             self.calls.append((site, span))
 
     def drop(self, owners: Set[object]) -> bool:
-        """Leaves out what belongs to any of these, as if it had not been recorded. Whether there was anything."""
+        """Removes the records of these owners. Returns whether there were any."""
         with self._lock:
             kept = [i for i in range(len(self.calls)) if self._owners.get(i) not in owners]
             found = len(kept) < len(self.calls)
@@ -229,15 +229,15 @@ class Recorder:
         return found
 
     def keep_scalars_only(self, start: str) -> None:
-        """Leaves out everything but scalars whose tag begins like this."""
+        """Removes everything but scalars whose tag starts with `start`."""
         with self._lock:
-            self.calls, self._owners, self._makers = [], {}, []
+            self.calls, self._owners, self._artifact_builders = [], {}, []
             self._scalars = {tag: value for tag, value in self._scalars.items() if tag.startswith(start)}
 
     def scalar(self, tag: str, value: Tensor | float, earlier_step: int | None = None) -> None:
-        """A number that rides along; one-element tensors stay on their device until the copy.
+        """Records a scalar; one-element tensors stay on their device until the copy.
 
-        One that came too late for its own step's copy rides in this one, under that earlier step.
+        `earlier_step` is given for a scalar that came too late for the copy of its own step.
         """
         with self._lock:
             scalars = self._scalars if earlier_step is None else self._earlier.setdefault(earlier_step, {})
@@ -251,7 +251,7 @@ class Recorder:
                 scalars[tag] = (number, record, stats.MEAN)
 
     def scalars(self, tags: Sequence[str], values: Tensor) -> None:
-        """Many numbers of one tensor, as many to a record as it has columns."""
+        """Records the scalars in one tensor, as many per record as a row has columns."""
         with self._lock:
             number, buffer = self._buffer(values)
             for start in range(0, len(tags), stats.WIDTH):
@@ -264,23 +264,23 @@ class Recorder:
                     self._scalars[tag] = (number, record, column)
 
     def attach(self, tensor: Tensor) -> Attached:
-        """A tensor as it is now, that rides in the step's copy; `exhibit` tells what becomes of it."""
+        """Copies a tensor as it is now to the host with the step, for an artifact."""
         with self._lock:
             number, buffer = self._buffer(tensor)
             return buffer.attach(number, tensor)
 
     def artifact(self, make: ArtifactBuilder) -> None:
-        """What goes along with the step's frame, made in the background when the copy is there."""
-        self._makers.append(make)
+        """Adds what makes artifacts of the step, in the background after the copy."""
+        self._artifact_builders.append(make)
 
     @property
     def has_something(self) -> bool:
-        """Whether the step has anything to show."""
-        return bool(self.calls or self._scalars or self._makers)
+        """Whether anything was recorded."""
+        return bool(self.calls or self._scalars or self._artifact_builders)
 
     @property
     def overflowed(self) -> bool:
-        """Whether the step made more calls than a buffer may hold; the rest of it is missing."""
+        """Whether the step made more calls than a buffer may hold; the rest is missing."""
         return any(buffer.overflowed for buffer in self._buffers)
 
     @property
@@ -288,19 +288,20 @@ class Recorder:
         return frozenset(self._scalars)
 
     def scalars_alone(self, step: int, rank: int, scalars: Scalars) -> PackedStep:
-        """A step's scalars that need no copy, for a step that was handed over before they came."""
+        """Scalars that need no copy, for a step that was submitted before they came."""
         return PackedStep(step, time.time(), rank, [], self._shown, False, {}, [], scalars, {})
 
     def pack(self, step: int, rank: int) -> PackedStep:
-        """Starts the one copy of the step and forgets it."""
+        """Starts the copy of the step to the host, and begins an empty one."""
         with self._lock:
             copies = {i: copy_out(buffer) for i, buffer in enumerate(self._buffers) if not buffer.is_empty}
-            pending = PackedStep(
+            packed = PackedStep(
                 step, time.time(), rank, self.sites[:], self._shown, self.with_buckets,
-                copies, self.calls, self._scalars, self._earlier, dict(self.pieces), artifact_builders=self._makers,
+                copies, self.calls, self._scalars, self._earlier, dict(self.shards),
+                artifact_builders=self._artifact_builders,
             )  # fmt: skip
             self.restart()
-        return pending
+        return packed
 
     def _buffer(self, like: Tensor) -> tuple[int, Buffer]:
         """The buffer of a tensor's device."""

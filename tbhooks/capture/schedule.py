@@ -1,4 +1,4 @@
-"""Which steps are logged, and which of those take histograms: decided from their numbers alone."""
+"""Which steps are logged, and which of those have histograms: decided by their numbers alone."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ HISTOGRAMS_IN_FULL = 100
 
 
 def thinned(logged: int, in_full: int) -> bool:
-    """Whether the n-th logged step, counted from 0, is one of those that are taken: all of the first, then fewer."""
+    """Whether the n-th logged step, counted from 0, is chosen: all of the first `in_full`, then half as many with every
+    doubling.
+    """
     doublings = (logged // in_full).bit_length()
     return logged % (1 << doublings) == 0
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Which steps are logged, and which of those take histograms."""
+    """Which steps are logged, and which of those have histograms."""
 
     every: int
     histograms: bool | int
@@ -25,7 +27,7 @@ class Schedule:
         return step % self.every == 0
 
     def takes_histograms(self, logged: int) -> bool:
-        """Whether the n-th logged step does, counted from 0."""
+        """Whether the n-th logged step has histograms, counted from 0."""
         if self.histograms is True:
             return thinned(logged, HISTOGRAMS_IN_FULL)
         return self.histograms is not False and logged % self.histograms == 0

@@ -1,7 +1,7 @@
-"""Which modules and parameters are watched, and what they are called.
+"""Selects the modules and parameters that are watched, and names them.
 
 Paths are those of `named_modules()` and `named_parameters()` without the names that wrappers insert.
-Patterns are understood here, when a watch is made; hooks never match a name.
+Patterns are parsed here, when a watch is made; hooks never match a name.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from tbhooks.data.frame import ROOT
 Matcher = Callable[[str, nn.Module], bool]
 Pattern = str | type[nn.Module] | Matcher
 
-# The attribute under which each kind of wrapper holds the module it wraps.
+# The name under which each kind of wrapper registers the module it wraps.
 _WRAPPED_AS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module")
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """The module inside compile, data-parallel and checkpoint wrappers, and that of Lightning's Fabric."""
+    """The module inside the wrappers of torch.compile, data parallelism, checkpointing and Lightning's Fabric."""
     while (inner := _wrapped(module)) is not None:
         module = inner
     return module
@@ -44,7 +44,7 @@ def _wrapped(module: nn.Module) -> nn.Module | None:
 
 @dataclass(frozen=True)
 class Modules:
-    """Every module of a model under its first path, and the further names of shared ones."""
+    """Every module of a model by its first path, and the further paths of shared ones."""
 
     by_path: dict[str, nn.Module]
     aliases: dict[str, str]
@@ -71,7 +71,7 @@ def walk(model: nn.Module) -> Modules:
 
 
 def parameters(modules: dict[str, nn.Module]) -> dict[str, nn.Parameter]:
-    """The parameters these modules own, by path; a tied one once, under its first."""
+    """The parameters of these modules by path; a tied one only under its first path."""
     found: dict[str, nn.Parameter] = {}
     seen: set[int] = set()
     for path, module in modules.items():
@@ -83,7 +83,7 @@ def parameters(modules: dict[str, nn.Module]) -> dict[str, nn.Parameter]:
 
 
 class Selector:
-    """`include` and `exclude`, understood and checked against the model they were written for."""
+    """The arguments `include` and `exclude` of a watch, parsed and checked against the model."""
 
     def __init__(self, model: nn.Module, include: object, exclude: object) -> None:
         self._include = _patterns("include", include)
@@ -94,7 +94,7 @@ class Selector:
             raise ArgumentError(f"exclude={exclude!r} leaves no module of this model to watch")
 
     def choose(self, modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
-        """The watched ones among these modules."""
+        """The modules among these that are watched."""
         if not self._include and not self._exclude:
             return dict(modules)
         return {path: module for path, module in modules.items() if self._chosen(path, module)}
@@ -105,7 +105,7 @@ class Selector:
 
 
 def choice(argument: str, given: object, model: nn.Module) -> Matcher:
-    """Tells which modules are meant by what may be given as `include`; each part of it has to mean some."""
+    """A function that returns whether a module matches patterns as `include` takes them; each must match a module."""
     patterns = _patterns(argument, given)
     _check_each_matches(argument, patterns, walk(model).by_path)
     return lambda path, module: any(_matches(pattern, path, module) for pattern in patterns)

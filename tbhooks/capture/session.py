@@ -27,7 +27,6 @@ from tbhooks.capture.scalars.training_metrics import TrainingMetrics
 from tbhooks.capture.scalars.user_scalars import UserScalars
 from tbhooks.capture.schedule import Schedule
 from tbhooks.capture.selection import Selector, unwrap
-from tbhooks.capture.step import grad_scaler
 from tbhooks.capture.step.clock import Clock
 from tbhooks.capture.step.evaluation import Evaluation
 from tbhooks.capture.step.grad_scaler import ScalerReader
@@ -96,7 +95,7 @@ class CaptureSession:
     # The life of the session, for the handle.
 
     def start(self) -> None:
-        grad_scaler.listen(self.scaler)
+        self.scaler.start()
         self.clock.start()
         self.observer.placement.start()
         self._open_step(self.clock.count)
@@ -142,7 +141,7 @@ class CaptureSession:
         """Removes the hooks on optimizers, the wrappers of GradScaler and the forward hooks on the model itself."""
         if self._replay is not None:
             self._replay.stop()
-        grad_scaler.ignore(self.scaler)
+        self.scaler.stop()
         self.clock.stop()
         self.forwards.close()
         self.parameters.release()
@@ -370,7 +369,7 @@ class CaptureSession:
                 self._submit_packed()
         self._open_step(next_number)
         if self.clock.mode == "forward" and self.observer.gate.was_compiled:
-            # The forward that ended the step already runs, in the graph with or without hooks. This is for the next one.
+            # The forward that ended the step already runs, in a graph with or without hooks. This is for the next one.
             self.observer.gate.open = self._is_logged(self.clock.count + 2)
 
     def _step_is_over(self, opens_next: bool = True) -> None:
@@ -387,7 +386,7 @@ class CaptureSession:
         self._submit_packed()
 
     def _pack(self, step: Step) -> None:
-        """Packs a closed step, or abandons it if it is empty. The recorder is free afterwards, even after an exception."""
+        """Packs a closed step, or abandons it if it is empty. The recorder is free afterwards in any case."""
         if self._context.has_missed_the_others:
             self._report.log_once("ranks are not merged: call init_process_group() before watch()")
         try:

@@ -1,6 +1,6 @@
-"""Tensors that are spread over the ranks of a job: what of one is here, and which piece of the whole that is.
+"""Tensors that are sharded over the ranks of a job: the local part, and which shard of the whole it is.
 
-Never asks another rank for anything: a collective the others do not join would hang. Reads no numbers.
+No collective is called here: ranks that do not join it would make it hang. Reads no numbers.
 """
 
 from __future__ import annotations
@@ -21,61 +21,60 @@ def is_dtensor(tensor: Tensor) -> bool:
     return type(tensor) not in _PLAIN and hasattr(tensor, "to_local")
 
 
-def is_in_pieces(tensor: Tensor) -> bool:
+def is_sharded(tensor: Tensor) -> bool:
     """Whether this rank holds less than all of a parameter."""
     return is_of_first_fsdp(tensor) or not all(
         placement.is_replicate() for placement in getattr(tensor, "placements", ())
     )
 
 
-def here(tensor: Tensor) -> Tensor | None:
-    """The numbers this rank holds; None where they are only summands of the real ones."""
+def local_tensor(tensor: Tensor) -> Tensor | None:
+    """The part of a tensor on this rank; None for partial DTensors, whose local values still have to be summed."""
     if type(tensor) in _PLAIN:
         return tensor
-    found: Any = tensor
-    if hasattr(found, "to_local"):
-        if any(placement.is_partial() for placement in found.placements):
+    local: Any = tensor
+    if hasattr(local, "to_local"):
+        if any(placement.is_partial() for placement in local.placements):
             return None
         with torch.no_grad():
-            found = found.to_local()
-    if hasattr(found, "trigger_wait"):  # the result of a collective that was not waited for
-        found = found.trigger_wait()
-    local: Tensor = found
-    return local
+            local = local.to_local()
+    if hasattr(local, "trigger_wait"):  # the result of a collective that was not waited for
+        local = local.trigger_wait()
+    return local  # type: ignore[no-any-return]
 
 
-def piece(tensor: Tensor) -> tuple[int, int]:
-    """Which piece of the whole a tensor's numbers are, and of how many (0: nobody knows). Replicas are the same one."""
+def shard_index(tensor: Tensor) -> tuple[int, int]:
+    """The number of the local shard, and how many shards there are (0: unknown). Replicas have the same number."""
     if is_of_first_fsdp(tensor):  # a rank may have none of it
         return distributed.get_rank(), 0
-    spread: Any = tensor
-    mesh = spread.device_mesh
-    number, pieces = 0, 1
-    for placement, at, size in zip(spread.placements, mesh.get_coordinate() or (), mesh.shape, strict=False):
+    sharded: Any = tensor
+    mesh = sharded.device_mesh
+    number, shards = 0, 1
+    for placement, at, size in zip(sharded.placements, mesh.get_coordinate() or (), mesh.shape, strict=False):
         if not placement.is_replicate():
-            number, pieces = number * size + at, pieces * size
-    return number, pieces
+            number, shards = number * size + at, shards * size
+    return number, shards
 
 
 def is_of_first_fsdp(parameter: Tensor) -> bool:
-    """Whether `FullyShardedDataParallel`, the older one, has put its piece of the parameter in its place."""
+    """Whether `FullyShardedDataParallel` (FSDP1) has replaced the parameter by its local shard."""
     return bool(getattr(parameter, "_fsdp_flattened", False)) or type(parameter).__name__ == "FlatParameter"
 
 
 def needs_others_to_run(model: nn.Module) -> bool:
-    """Whether its forward asks other ranks for something, as far as can be known."""
+    """Whether its forward is known to communicate with other ranks."""
     if any(is_dtensor(parameter) or is_of_first_fsdp(parameter) for parameter in model.parameters()):
         return True
     return are_several() and any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
 
 
 def are_several() -> bool:
-    """Whether this process is one of a job's."""
+    """Whether this process belongs to a job of several processes."""
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses to talk to other ranks, who are not listening."""
+    """Raises on every collective."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
@@ -84,19 +83,19 @@ class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def alone() -> contextlib.AbstractContextManager[Any]:
-    """Inside, a collective raises: what one rank runs for itself must not be taken for a part of the training."""
+    """Inside, a collective raises: the other ranks would take it for a part of the training."""
     return _NoCollectives() if are_several() else contextlib.nullcontext()  # type: ignore[no-untyped-call]
 
 
 def is_gathered_to_run(model: nn.Module) -> bool:
-    """Whether FSDP puts gathered weights in the place of the real parameters while the model runs."""
+    """Whether FSDP replaces the parameters by gathered ones while the model runs."""
     return any(hasattr(module, "_get_fsdp_state") for module in model.modules())
 
 
 def batch_group(model: nn.Module, rank: int) -> int:
-    """The lowest rank of those that work on the same batch as this one, each on a part of the model.
+    """The lowest of the ranks that work on the same batch as this one, each on a part of the model.
 
-    They are the ranks of the parameters' meshes, but for the dimensions along which FSDP spreads batches.
+    They are the ranks of the parameters' meshes, except for the dimensions along which FSDP distributes batches.
     """
     with_other_batches = set(_fsdp_ranks(model))
     beside = {rank}
@@ -118,7 +117,7 @@ def _beside(mesh: Any, with_other_batches: set[int]) -> Iterator[int]:
 
 
 def _ranks(of_mesh: Tensor) -> list[int]:
-    """A mesh keeps its table of ranks in the host's memory, wherever its tensors are."""
+    """The table of ranks of a mesh is always on the CPU."""
     return [int(rank) for rank in of_mesh.flatten()]
 
 

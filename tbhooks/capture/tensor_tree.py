@@ -1,4 +1,4 @@
-"""The tensors inside whatever a module is given or returns, each with the index a reader would use to reach it."""
+"""The tensors in the arguments or the output of a module, each with the index by which it is reached."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ def tensors(output: object) -> list[tuple[str, Tensor]]:
     """`[("", t)]` for a single tensor; `("[0]", t)`, `("[1][0]", t)`, `("[logits]", t)` for several."""
     if isinstance(output, Tensor):
         return [("", output)]
-    # The address of a container does not exist while torch.compile traces this, and a container that contains itself
-    # cannot be traced anyway.
+    # torch.compile cannot trace `id` of a container. A container that contains itself cannot be traced anyway.
     found = list(_inside(output, "", None if torch.compiler.is_compiling() else ()))
     return [("", found[0][1])] if len(found) == 1 else found
 
 
 def inputs(args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[tuple[str, Tensor]]:
-    """The same of what a module is called with: `("[0]", t)` by position, `("[mask]", t)` by name."""
+    """The same for the arguments of a module: `("[0]", t)` by position, `("[mask]", t)` by name."""
     given: dict[object, object] = dict(enumerate(args))
     return tensors(given | dict(kwargs))
 
 
 def _inside(value: object, index: str, around: tuple[int, ...] | None) -> Iterator[tuple[str, Tensor]]:
-    """`around` are the containers on the way here: one that contains itself is entered once. None: not looked at."""
+    """`around` are the ids of the containers around this one, so that one that contains itself is entered once; None
+    if they are not compared.
+    """
     if isinstance(value, Tensor):
         yield index, value
     elif around is None:

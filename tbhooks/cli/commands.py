@@ -113,10 +113,10 @@ def _told(options: argparse.Namespace) -> int:
         return 0
     if other is not None:
         comparison = compare.compare(run, one_run(other, _read))
-        return _say(comparison.to_dict() if options.json else report_text.of_comparison(comparison))
+        return _say(comparison.to_dict() if options.json else report_text.comparison_report(comparison))
     if options.json:
         return _say(report_data.document(run))
-    return _say(report_text.of_run(run, _width(), everything=options.all))
+    return _say(report_text.run_report(run, _width(), all_rows=options.all))
 
 
 def _write_page(run: runs.Run, file: str) -> None:

@@ -98,7 +98,7 @@ class PerChannel:
         self._sums: dict[tuple[str, str, str], Sums] = {}
         self._have_run: set[str] = set()
 
-    def saw(self, path: str, kind: str, index: str, tensor: Tensor) -> None:
+    def on_tensor(self, path: str, kind: str, index: str, tensor: Tensor) -> None:
         if not tensor.is_floating_point() or tensor.layout is not torch.strided or tensor.is_nested:
             if path in self._layers:
                 why = f"{torch_rows.describe(tensor)}: only real numbers are counted"
@@ -137,7 +137,7 @@ class PerChannel:
         """Once a step: as it was used, before the optimizer changes it."""
         name, word = (f"{path}.weight", "") if heads is None else (f"{path}.in_proj_weight", HEAD)
         weight = module._parameters.get(name.rpartition(".")[2])
-        local = None if weight is None else sharded_tensors.here(weight)
+        local = None if weight is None else sharded_tensors.local_tensor(weight)
         if (
             ("weight", name, word) in self._sums
             or local is None

@@ -134,7 +134,7 @@ class Embeddings:
         for source in filter(None, self._sources):
             source.forget()
 
-    def saw(self, path: str, kind: str, index: str, tensor: Tensor) -> None:
+    def on_tensor(self, path: str, kind: str, index: str, tensor: Tensor) -> None:
         if kind == "input" and path == ROOT:
             self._saw_input(index, tensor)
         elif kind == "activation" and path in self._chosen:

@@ -82,7 +82,7 @@ class Pictures:
     def begin(self) -> None:
         self._seen, self._bytes = {}, 0
 
-    def saw(self, path: str, kind: str, index: str, tensor: Tensor) -> None:
+    def on_tensor(self, path: str, kind: str, index: str, tensor: Tensor) -> None:
         if not self._takes_pictures:
             return
         if kind == "input":
@@ -115,7 +115,7 @@ class Pictures:
     def _take_filters(self, path: str) -> None:
         module = self._filters[path]() if path in self._filters else None
         weight = None if module is None else getattr(module, "weight", None)
-        local = sharded_tensors.here(weight) if isinstance(weight, Tensor) else None
+        local = sharded_tensors.local_tensor(weight) if isinstance(weight, Tensor) else None
         if local is None or has_no_data(local) or storage_is_freed(local) or local.dim() != 4:
             return
         if max(local.shape[2:]) <= LARGEST_FILTER:

@@ -55,7 +55,7 @@ class SummaryCollector:
     def begin(self) -> None:
         self.forget()
 
-    def saw(self, path: str, kind: str, index: str, tensor: Tensor) -> None:
+    def on_tensor(self, path: str, kind: str, index: str, tensor: Tensor) -> None:
         if self._is_whole or self._is_done or kind == "functional":
             return
         if not self._samples and tensor.dim():
@@ -75,7 +75,7 @@ class SummaryCollector:
             return
         self._is_done = True
         self.layers = layers = self._described()
-        self._collectors.change_wishes()
+        self._collectors.change_subscription()
 
         def make(_read: Read) -> Iterable[Artifact]:
             return [as_artifact(layers)]

@@ -1,7 +1,7 @@
-"""What goes along with a frame besides its numbers: texts, pictures, graphs, maps, points.
+"""Artifacts: what a frame has in addition to statistics, such as texts, images, graphs, channels and embeddings.
 
-Vocabulary: immutable, on the CPU, no torch and no I/O. Each kind is made by one onlooker, or by a call on the
-watch, and written by the sinks that have a place for it; others pass it over.
+They are immutable and in host memory, without torch and I/O. Each type is made by one collector, or by a method of
+`Watch`. Sinks write the types they support and ignore the others.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 from tbhooks.data.stats import Counts, Floats
 
 Pixels = NDArray[np.uint8]
-"""[height, width, 3], or several of them."""
+"""[height, width, 3], or [n, height, width, 3]."""
 
 
 @dataclass(frozen=True, eq=False)
 class Text:
-    """Something to read, in markdown."""
+    """A text in markdown."""
 
     tag: str
     markdown: str
@@ -28,7 +28,7 @@ class Text:
 
 @dataclass(frozen=True, eq=False)
 class Picture:
-    """Something to look at; the caption says what its colours mean."""
+    """An image. The caption explains its colours."""
 
     tag: str
     pixels: Pixels
@@ -37,7 +37,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Node:
-    """A box of a graph: its slashed name says what it is nested in, `inputs` which boxes its arrows come from."""
+    """A node of a graph. The name has slashes where nodes are nested; `inputs` are the names of the nodes before it."""
 
     name: str
     operation: str
@@ -48,7 +48,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Graph:
-    """A model as it was executed."""
+    """The graph of a model as it was executed."""
 
     name: str
     nodes: tuple[Node, ...]
@@ -56,20 +56,20 @@ class Graph:
 
 @dataclass(frozen=True, eq=False)
 class Channels:
-    """One row and one histogram a channel, or a head, of modules' outputs or of weights."""
+    """Statistics and histograms with one row per channel or attention head, of outputs or of weights."""
 
     kind: str
     names: tuple[tuple[str, str], ...]
-    """A module's or parameter's path, and the channel such as `[3]`."""
+    """For each row the path of the module or parameter, and the channel, such as `[3]`."""
     values: Floats
     counts: Counts
     drawn: frozenset[str] = frozenset()
-    """The paths whose histograms are also for readers, and not only for tools."""
+    """The paths whose histograms are also written as TensorBoard histograms."""
 
 
 @dataclass(frozen=True, eq=False)
 class Embedding:
-    """Points in many dimensions, with what is known of each."""
+    """Embedding vectors, one per sample, with labels and thumbnails of the samples."""
 
     tag: str
     points: Floats
@@ -79,7 +79,7 @@ class Embedding:
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """What a run was started with, and the tags by which runs are compared."""
+    """The hyperparameters of a run, and the tags of the metrics by which runs are compared."""
 
     values: Mapping[str, str | float | bool]
     metrics: tuple[str, ...] = ()
@@ -87,7 +87,7 @@ class Hyperparameters:
 
 @dataclass(frozen=True)
 class RunEnded:
-    """A run whose hyperparameters were told is over."""
+    """The end of a run that has hyperparameters."""
 
     failed: bool
 

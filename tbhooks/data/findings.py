@@ -1,59 +1,55 @@
-"""Findings as a list that shows itself in a notebook, and the order they are told in."""
+"""Lists of findings: shown in notebooks, sorted, and without repetitions."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Any
 
+from tbhooks.data.display import mimebundle
 from tbhooks.data.frame import Finding, Frame, Site
 
 SEVERITIES = ("error", "warning", "info")
 
 
 class Findings(list[Finding]):
-    """What `Watch.findings` returns; a list in every other respect."""
+    """A list of `Finding`s that shows itself as a table in notebooks. Returned by `Watch.findings`."""
 
-    def _repr_mimebundle_(
-        self, include: Collection[str] | None = None, exclude: Collection[str] | None = None
-    ) -> dict[str, str]:
-        from tbhooks.views import display  # noqa: PLC0415  loaded only when something is shown
-
-        bundle: dict[str, str] = display("findings", self, include, exclude)
-        return bundle
+    _repr_mimebundle_ = mimebundle("findings")
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """IPython has a text of its own for every list, which goes before that of the bundle."""
+        """For IPython in a terminal, which would print any list in its own way."""
         printer.text(self._repr_mimebundle_()["text/plain"])
 
 
 def by_severity(findings: Iterable[Finding]) -> list[Finding]:
-    """The worst first, and of those the earliest."""
+    """Sorts by severity, errors first, and then by step."""
     return sorted(findings, key=lambda finding: (SEVERITIES.index(finding.severity), finding.step))
 
 
 def first_of_each(frames: Iterable[Frame]) -> list[Finding]:
-    """A trouble is in every frame that has it; it is told once, from where it began."""
+    """The findings of these frames, each problem once. A problem is in every frame in which it was found."""
     return once_each(finding for frame in frames for finding in frame.findings)
 
 
 def once_each(findings: Iterable[Finding]) -> list[Finding]:
-    """Each trouble once: as it was found first, or as it was when its severity rose last.
+    """Each problem once: its first finding, or the first one with its highest severity.
 
-    A trouble is a rule and a place. One of many places may move from one to another; it is known by when it began.
+    A problem is identified by rule and site. If it affects many sites, the first of them may change from step to step;
+    it is then identified by rule and first step.
     """
-    troubles: dict[tuple[str, Site | None], Finding] = {}
-    begun: dict[tuple[str, Any], tuple[str, Site | None]] = {}
+    problems: dict[tuple[str, Site | None], Finding] = {}
+    keys: dict[tuple[str, Any], tuple[str, Site | None]] = {}
     for finding in findings:
-        place, since = (finding.rule, finding.site), (finding.rule, _hashable(finding.evidence.get("since")))
-        if place not in troubles and finding.evidence.get("times") not in (None, 1):
-            place = begun.get(since, place)
-        begun.setdefault(since, place)
-        known = troubles.setdefault(place, finding)
-        if SEVERITIES.index(finding.severity) < SEVERITIES.index(known.severity):
-            troubles[place] = finding
-    return list(troubles.values())
+        key, since = (finding.rule, finding.site), (finding.rule, _hashable(finding.evidence.get("since")))
+        if key not in problems and finding.evidence.get("times") not in (None, 1):
+            key = keys.get(since, key)
+        keys.setdefault(since, key)
+        first = problems.setdefault(key, finding)
+        if SEVERITIES.index(finding.severity) < SEVERITIES.index(first.severity):
+            problems[key] = finding
+    return list(problems.values())
 
 
 def _hashable(value: Any) -> Any:
-    """A user's rule may have put anything there."""
+    """The value, or None if it cannot be a key: the rules of users may put anything into the evidence."""
     return value if isinstance(value, int | float | str) else None

@@ -1,12 +1,11 @@
-"""The vocabulary: where a number was taken (Site), all numbers of one step (Frame), what is wrong (Finding).
+"""`Site`, where a statistic was taken; `Frame`, all statistics of one step; `Finding`, a problem of the model.
 
-Frames are the only thing capture hands to delivery. They are immutable, live on the CPU and need
-neither torch nor the model they came from.
+Frames are what capture passes to delivery. They are immutable, in host memory, and need neither torch nor the model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -17,6 +16,7 @@ import numpy as np
 from tbhooks.data import rank_spread as spread
 from tbhooks.data import stats
 from tbhooks.data.artifacts import Artifact
+from tbhooks.data.display import Names, display, mimebundle
 from tbhooks.data.errors import ArgumentError, UnknownSiteError, nearest
 from tbhooks.data.rank_spread import Spread
 from tbhooks.data.stats import BUCKETS, COLUMNS, STAT_NAMES, Counts, Floats
@@ -30,9 +30,9 @@ KINDS = ("activation", "gradient", "weight", "weight_gradient", "update")
 OPTIONAL_KINDS = ("input", "functional")
 ALL_KINDS = KINDS + OPTIONAL_KINDS
 EVALUATION = "eval."
-"""What comes before the kind of everything read in an evaluation pass."""
+"""The prefix of the kind of everything captured in an evaluation pass."""
 CHANNEL = "channel."
-"""What comes before the kind where numbers are of single channels."""
+"""The prefix of the kind of statistics of single channels."""
 ROOT = "(root)"
 GRADIENT_NORM = "train.grad_norm"
 RAW_GRADIENT_NORM = "train.grad_norm_raw"
@@ -40,35 +40,39 @@ SCALE = "train.scale"
 SKIPPED = "train.skipped"
 NONFINITE_SINCE = "train.nonfinite_since"
 MISSING_GRADIENT = "weight_gradient.missing/"
-"""Before the path of a parameter that requires a gradient and had none when an optimizer that holds it stepped."""
+"""The tag prefix of a parameter that requires a gradient and had none when its optimizer stepped."""
 EVALUATION_SINCE = "train.evaluation_since"
-# What attention shows besides its output, each at a site of its own: `attention:softmax.entropy`.
-# The statistic that sums it up is one of the attention's own, too.
+# What is captured inside attention besides its output, at sites of their own such as `attention:softmax.entropy`. Each
+# is summarized by one of its statistics, which is also a statistic of the attention itself.
 INSIDE_ATTENTION = {"entropy": ("entropy", "mean"), "max_logit": ("logits", "max")}
 MORE_STATS = (*INSIDE_ATTENTION, "dead_fraction")
-"""What only some sites have, besides the statistics of every row."""
+"""Statistics that only some sites have."""
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where a number was taken: a module's or parameter's path, the kind, and which of several outputs."""
+    """Where a statistic was taken: one tensor of a module or parameter."""
 
     path: str
+    """The path of the module or parameter, as in `named_modules()` and `named_parameters()`; the root is `(root)`."""
     kind: str
+    """"activation", "gradient", "weight", "weight_gradient", "update", ...; `eval.` before it in evaluation passes."""
     index: str = ""
+    """Which of several outputs, such as `[0]` or `[key]`; empty if there is one."""
 
     @property
     def name(self) -> str:
+        """Path and index."""
         return self.path + self.index
 
     @property
     def plain_kind(self) -> str:
-        """The kind without the mark of an evaluation pass."""
+        """The kind without the prefix of evaluation passes."""
         return self.kind.removeprefix(EVALUATION)
 
     @property
     def attention_stat(self) -> tuple[str, str, Site] | None:
-        """For something inside attention: what sums it up, by which of its own stats, and the attention's site."""
+        """For a site inside attention: the statistic of the attention it gives, by which of its own, and that site."""
         if self.plain_kind == "functional":
             for name, (part, stat) in INSIDE_ATTENTION.items():
                 if self.path.endswith(f".{part}"):
@@ -81,16 +85,21 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something wrong with the model: what, where, since when, what to try."""
+    """A problem that a rule found. The message says what it is, where, since when, and what to do."""
 
     step: int
     site: Site | None
+    """The site that is affected most, or None for the whole run."""
     rule: str
+    """The name of the rule, such as "dead_units"."""
     severity: Severity
+    """"info", "warning" or "error"."""
     message: str
     evidence: Mapping[str, Any] = field(default_factory=dict)
+    """The numbers behind it, by name."""
 
     def to_dict(self) -> dict[str, Any]:
+        """Plain Python values. `Finding.from_dict` reads them back."""
         site = None if self.site is None else [self.site.path, self.site.kind, self.site.index]
         return {
             "step": self.step, "site": site, "rule": self.rule, "severity": self.severity,
@@ -99,28 +108,31 @@ class Finding:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Finding:
+        """The finding that `to_dict` wrote."""
         site = None if data["site"] is None else Site(*data["site"])
         return cls(data["step"], site, data["rule"], data["severity"], data["message"], data["evidence"])
 
-    def _repr_mimebundle_(
-        self, include: Collection[str] | None = None, exclude: Collection[str] | None = None
-    ) -> dict[str, str]:
-        from tbhooks.views import display  # noqa: PLC0415  loaded only when something is shown
-
+    def _repr_mimebundle_(self, include: Names = None, exclude: Names = None) -> dict[str, str]:
         bundle: dict[str, str] = display("findings", [self], include, exclude)
         return bundle
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reading:
-    """The statistics of one site in one frame, each an attribute: `reading.std`, `reading.p50`."""
+    """The statistics of one site in one frame, as attributes: `frame["fc", "gradient"].norm`.
+
+    The names are `count mean std norm rms min max abs_max zero_fraction nan_count inf_count`, `ratio` (of an update to
+    the weight), the quantiles `p01 p25 p50 p75 p99` (NaN without histograms), `dead_fraction` of ReLU units, and
+    `entropy` and `max_logit` of attention. A statistic that the site does not have is NaN; an unknown name raises an
+    `AttributeError`.
+    """
 
     site: Site
     row: Floats
     counts: Counts
     between: Floats = field(default_factory=lambda: spread.empty(1)[0])
     more: Mapping[str, float] = field(default_factory=dict)
-    """`entropy` and `max_logit` of attention, `dead_fraction` of rectified units; NaN for anything else."""
+    """The statistics that only some sites have: `dead_fraction`, `entropy`, `max_logit`."""
 
     def __getattr__(self, name: str) -> float:
         if name in MORE_STATS:
@@ -128,50 +140,56 @@ class Reading:
         if name not in STAT_NAMES:
             raise AttributeError(f"no stat {name!r}: {nearest(name, (*STAT_NAMES, *MORE_STATS))}")
         if name == "ratio" and self.site.kind != "update":
-            return float("nan")  # only an update has something it is measured against
+            return float("nan")  # only an update has a weight as its reference
         return float(stats.stat(name, self.row[None], self.counts[None])[0])
 
     def spread(self, stat: str) -> Spread:
-        """A statistic over the ranks of the job: least, most, who has them, median. With `ranks="merge"`."""
+        """Minimum, maximum and median of a statistic over the ranks, and the ranks that have them (`ranks="merge"`)."""
         return spread.read(self.between, stat)
 
     def underflow_fraction(self, dtype: object) -> float:
-        """Share of the elements that would become zero in `dtype` ("float16", torch.float8_e5m2, ...)."""
+        """The fraction of elements that would underflow to zero in `dtype` ("float16", torch.float8_e5m2, ...)."""
         return float(stats.underflow_fraction(self.row[None], self.counts[None], dtype)[0])
 
     def overflow_fraction(self, dtype: object) -> float:
-        """Share of the elements that are finite and lie beyond the range of `dtype`."""
+        """The fraction of finite elements that would overflow in `dtype`."""
         return float(stats.overflow_fraction(self.row[None], self.counts[None], dtype)[0])
 
     def __dir__(self) -> list[str]:
         return [*object.__dir__(self), *STAT_NAMES, *MORE_STATS]
 
     def __repr__(self) -> str:
-        shown = ("count", "mean", "std", "norm", "min", "max", "zero_fraction", "nan_count", "inf_count")
-        return f"{self.site}: " + " ".join(f"{name}={getattr(self, name):.6g}" for name in shown)
+        names = ("count", "mean", "std", "norm", "min", "max", "zero_fraction", "nan_count", "inf_count")
+        return f"{self.site}: " + " ".join(f"{name}={getattr(self, name):.6g}" for name in names)
 
 
 @dataclass(frozen=True, eq=False)
 class Frame:
-    """Every number of one logged step, in execution order.
+    """Everything captured in one logged step. Immutable, and shows itself as a table in notebooks.
 
-    `values[i]` is the row of `sites[i]` (columns: `tbhooks.stats.COLUMNS`) and `buckets[i]` its
-    histogram; `buckets` has no columns on a step that took none. `scalars` holds what rode along,
-    by its TensorBoard tag: `train/loss`, `train.lr/0`. `spreads` tells how far the ranks of a job lie apart
-    (`frame["fc", "gradient"].spread("norm")`), where they were merged. `exhibits` are what was asked for besides
-    numbers, such as pictures; they are written and then let go of.
+    `frame[path, kind]` is the `Reading` of a site, and raises an `UnknownSiteError` if there is none:
+
+    >>> w.latest["encoder.0", "activation"].std  # doctest: +SKIP
+    >>> w.latest["encoder.0.weight", "weight_gradient"].norm  # doctest: +SKIP
     """
 
     step: int
     time: float
+    """When the step ended, in seconds since the epoch."""
     rank: int
     sites: tuple[Site, ...]
+    """In execution order."""
     values: Floats
+    """One row per site, with the columns `tbhooks.stats.COLUMNS`."""
     buckets: Counts
+    """One histogram per site; without columns on a step without histograms."""
     findings: tuple[Finding, ...] = ()
     scalars: Mapping[str, float] = field(default_factory=dict)
+    """By TensorBoard tag, such as `train/loss` or `train.lr/0`."""
     spreads: Floats = field(default_factory=lambda: spread.empty(0))
+    """How far ranks differ, if they were merged: `frame["fc", "gradient"].spread("norm")`."""
     artifacts: tuple[Artifact, ...] = ()
+    """Images, graphs and other things in addition to statistics. They are not kept after writing."""
 
     def __post_init__(self) -> None:
         n = len(self.sites)
@@ -180,7 +198,7 @@ class Frame:
         if self.values.shape != (n, len(COLUMNS)) or self.buckets.shape not in ((n, 0), (n, BUCKETS)):
             raise ArgumentError(
                 f"a frame of {n} sites needs values of shape {(n, len(COLUMNS))} and buckets of shape {(n, BUCKETS)} "
-                f"or {(n, 0)}, not {self.values.shape} and {self.buckets.shape}"
+                f"or {(n, 0)}, got {self.values.shape} and {self.buckets.shape}"
             )
         self.values.flags.writeable = False
         self.buckets.flags.writeable = False
@@ -200,14 +218,14 @@ class Frame:
 
     def __getitem__(self, key: tuple[str, str]) -> Reading:
         if not (isinstance(key, tuple) and len(key) == 2 and all(isinstance(part, str) for part in key)):
-            raise ArgumentError(f'a frame is read as frame["path", "kind"], not {key!r}')
+            raise ArgumentError(f'a frame is indexed by frame["path", "kind"], got {key!r}')
         if key not in self._index:
             path, kind = key
             kinds = [s.kind for s in self.sites if s.name == path]
             if kinds:
                 raise UnknownSiteError(f"no {kind} of {path!r} at step {self.step}: {nearest(str(kind), kinds)}")
             hint = nearest(str(path), [s.name for s in self.sites if s.kind == kind] or [s.name for s in self.sites])
-            raise UnknownSiteError(f"nothing of {path!r} ({kind}) at step {self.step}: {hint}")
+            raise UnknownSiteError(f"no {kind} of {path!r} at step {self.step}: {hint}")
         return self._reading(self._index[key])
 
     def _reading(self, i: int) -> Reading:
@@ -226,16 +244,16 @@ class Frame:
 
     @property
     def has_numbers(self) -> bool:
-        """Whether there is anything in it but exhibits, which not every sink has a place for."""
+        """Whether it contains more than artifacts, which not every sink supports."""
         return bool(self.sites or self.scalars or self.findings)
 
     @property
     def is_evaluation(self) -> bool:
-        """Whether it was read in evaluation passes, between the training step of its number and the next."""
+        """Whether it was captured in evaluation passes, after the training step with the same number."""
         return bool(self.sites) and self.sites[0].kind.startswith(EVALUATION)
 
     def without_phase(self) -> Frame:
-        """An evaluation's frame with the names a training step has, for a writer of its own."""
+        """The frame of an evaluation with the kinds of a training step, for a writer of its own."""
         return replace(self, sites=tuple(replace(site, kind=site.plain_kind) for site in self.sites))
 
     def __contains__(self, key: object) -> bool:
@@ -246,11 +264,11 @@ class Frame:
         return self._index.get((name, kind))
 
     def stat(self, name: str) -> Floats:
-        """One statistic of every site, in the order of `sites`."""
+        """One statistic of every site, in the order of `sites`. Raises an `ArgumentError` for an unknown name."""
         return stats.stat(name, self.values, self.buckets)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain Python values; `Frame.from_dict` reads them back unchanged."""
+        """Plain Python values, without artifacts. `Frame.from_dict` reads them back."""
         return {
             "step": self.step, "time": self.time, "rank": self.rank,
             "sites": [[s.path, s.kind, s.index] for s in self.sites],
@@ -264,6 +282,7 @@ class Frame:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Frame:
+        """The frame that `to_dict` wrote."""
         n = len(data["sites"])
         buckets = np.zeros((n, 0 if data["buckets"] is None else BUCKETS), dtype=np.int64)
         for row, counts in zip(buckets, data["buckets"] or (), strict=False):
@@ -280,45 +299,29 @@ class Frame:
         )  # fmt: skip
 
     def compare(self, other: Frame) -> Any:
-        """Two passes side by side, this one first: a `FrameComparison`, in its `changes` what changed most on top."""
-        from tbhooks.views import display  # noqa: PLC0415  loaded only when something is shown
-
+        """Compares this frame with another one. Returns a `FrameComparison`; its `changes` begin with the largest."""
         return display("compare", self, other)
 
     def figure(self, width: float = 7.0) -> Figure:
-        """The pass layer by layer: spread of the activations, gradient norms, zeros. Needs `tbhooks[plot]`."""
-        from tbhooks.views import display  # noqa: PLC0415  loaded only when something is shown
-
+        """Returns a matplotlib figure of activations, gradient norms and zeros by layer. Needs `tbhooks[plot]`."""
         figure: Figure = display("figure", self, width)
         return figure
 
     def ridgeline(self, kind: str = "activation", width: float = 7.0) -> Figure:
-        """The distributions of one kind, a layer a line. Needs `tbhooks[plot]` and a frame with histograms."""
-        from tbhooks.views import display  # noqa: PLC0415  loaded only when something is shown
-
+        """Returns a matplotlib figure of the histograms of one kind, one line per layer. Needs `tbhooks[plot]`."""
         figure: Figure = display("ridgeline", self, kind, width)
         return figure
 
     def to_pandas(self) -> pd.DataFrame:
-        """A row a site: `step path index kind`, every statistic, and what `peek` knows of the output."""
-        from tbhooks.views import display  # noqa: PLC0415  loaded only when something is shown
-
+        """Returns a DataFrame with one row per site: `step path index kind`, all statistics, and outputs of `peek`."""
         return display("dataframe", [self])
 
-    def _repr_mimebundle_(
-        self, include: Collection[str] | None = None, exclude: Collection[str] | None = None
-    ) -> dict[str, str]:
-        from tbhooks.views import display  # noqa: PLC0415  loaded only when something is shown
-
-        bundle: dict[str, str] = display("frame", self, include, exclude)
-        return bundle
+    _repr_mimebundle_ = mimebundle("frame")
 
     def __str__(self) -> str:
-        from tbhooks.views import display  # noqa: PLC0415  loaded only when something is shown
-
         return str(display("frame_text", self))
 
     def __repr__(self) -> str:
-        shown = dict.fromkeys((*(() if self.is_evaluation else KINDS), *(site.kind for site in self.sites)))
-        kinds = ", ".join(f"{sum(s.kind == kind for s in self.sites)} {kind}" for kind in shown)
-        return f"Frame(step={self.step}, {kinds}, {len(self.findings)} findings)"
+        kinds = dict.fromkeys((*(() if self.is_evaluation else KINDS), *(site.kind for site in self.sites)))
+        counts = ", ".join(f"{sum(s.kind == kind for s in self.sites)} {kind}" for kind in kinds)
+        return f"Frame(step={self.step}, {counts}, {len(self.findings)} findings)"

@@ -1,7 +1,6 @@
-"""Numbers over the steps, from frames alone: grids of one statistic by site and step, and which scalars matter first.
+"""Statistics over steps: grids of one statistic by site and step, and the order in which scalars are shown.
 
-The report, the page, the comparison of runs and the notebook's views all show these, so that they cannot disagree.
-Numbers only: how they look is decided elsewhere, and nothing here needs torch or TensorBoard.
+Reports, comparisons of runs and notebook views all show these, so that they agree. No torch and no TensorBoard.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from tbhooks.data import stats
 from tbhooks.data.frame import ALL_KINDS, EVALUATION, Frame
 from tbhooks.data.stats import INFS, NANS, Counts, Floats
 
-TELLING: Mapping[str, tuple[str, ...]] = {
+MAIN_STATS: Mapping[str, tuple[str, ...]] = {
     "activation": ("std", "zero_fraction"),
     "gradient": ("norm",),
     "weight": ("norm",),
@@ -26,15 +25,15 @@ TELLING: Mapping[str, tuple[str, ...]] = {
     "input": ("std", "zero_fraction"),
     "functional": ("std", "zero_fraction"),
 }
-_OTHERWISE = ("std",)
+_DEFAULT_STATS = ("std",)
 _SCALARS_FIRST = ("loss", "train.lr", "train.grad_norm")
 
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """One statistic of every site of a kind, a row a site in execution order, a column a step.
+    """One statistic of all sites of a kind: one row per site in execution order, one column per step.
 
-    A value is NaN where the site was not seen or the statistic has none; `bad` counts NaN and infinite elements.
+    A value is NaN where the step does not have the site, or the site not the statistic.
     """
 
     kind: str
@@ -43,7 +42,9 @@ class Grid:
     steps: NDArray[np.int64]
     values: Floats
     bad: Counts
+    """The number of NaN and infinite elements."""
     seen: NDArray[np.bool_]
+    """Whether the step has the site."""
 
     @property
     def title(self) -> str:
@@ -51,10 +52,11 @@ class Grid:
 
     @cached_property
     def wrong(self) -> NDArray[np.bool_]:
-        """Where something was seen that is not finite; a ratio to a weight of zero is nothing wrong."""
+        """Where elements are not finite. An infinite ratio, of an update to a weight of zero, is not counted."""
         return self.bad > 0 if self.stat == "ratio" else (self.bad > 0) | (self.seen & ~np.isfinite(self.values))
 
     def row(self, name: str) -> int | None:
+        """The row of a site, or None."""
         return self._rows.get(name)
 
     @cached_property
@@ -62,7 +64,7 @@ class Grid:
         return {name: i for i, name in enumerate(self.names)}
 
     def thinned(self, most: int) -> Grid:
-        """At most so many columns; each shows the value furthest from zero of the steps it stands for."""
+        """The grid with at most this many columns. Each has the value furthest from zero of the steps it stands for."""
         n = len(self.steps)
         if n <= most:
             return self
@@ -77,28 +79,28 @@ class Grid:
 
 
 def grids(frames: Sequence[Frame]) -> list[Grid]:
-    """The telling statistics of every kind there is, in the order the kinds came; evaluations after training."""
-    found = []
+    """The main statistics of every kind in these frames, in order of appearance; evaluations after training."""
+    made = []
     for phase in (False, True):
         chosen = [frame for frame in frames if frame.is_evaluation == phase]
         kinds = dict.fromkeys(site.kind for sites in {id(f.sites): f.sites for f in chosen}.values() for site in sites)
         for kind in kinds:
-            found += grids_of(kind, chosen, TELLING.get(kind.removeprefix(EVALUATION), _OTHERWISE))
-    return found
+            made += grids_of(kind, chosen, MAIN_STATS.get(kind.removeprefix(EVALUATION), _DEFAULT_STATS))
+    return made
 
 
 def grids_of(kind: str, frames: list[Frame], names: tuple[str, ...]) -> list[Grid]:
-    """Statistics of one kind; quantiles are known where a frame has its buckets."""
+    """Grids of these statistics of one kind. Quantiles are NaN for frames without histograms."""
     tuples = {id(frame.sites): frame.sites for frame in frames}
-    places = {key: [(i, s) for i, s in enumerate(sites) if s.kind == kind] for key, sites in tuples.items()}
+    of_kind = {key: [(i, s) for i, s in enumerate(sites) if s.kind == kind] for key, sites in tuples.items()}
     order: dict[str, int] = {}
-    for found in places.values():
-        for _, site in found:
+    for indexed in of_kind.values():
+        for _, site in indexed:
             order.setdefault(site.name, len(order))
     order = {name: i for i, name in enumerate(_forward_first(kind, list(order), frames))}
     targets = {
-        key: (_integers(i for i, _ in found), _integers(order[site.name] for _, site in found))
-        for key, found in places.items()
+        key: (_integers(i for i, _ in indexed), _integers(order[site.name] for _, site in indexed))
+        for key, indexed in of_kind.items()
     }
     with_kind = [frame for frame in frames if len(targets[id(frame.sites)][0])]
     shape = (len(order), len(with_kind))
@@ -116,19 +118,19 @@ def grids_of(kind: str, frames: list[Frame], names: tuple[str, ...]) -> list[Gri
 
 
 def _buckets(frame: Frame, rows: NDArray[np.intp], name: str) -> Counts:
-    """None unless they are needed: those of a stored frame are unpacked first."""
+    """The histograms if the statistic needs them, or none: those of a stored frame must be unpacked."""
     return frame.buckets[rows] if name in stats.QUANTILES else np.zeros((len(rows), 0), dtype=np.int64)
 
 
 def _forward_first(kind: str, names: list[str], frames: list[Frame]) -> list[str]:
-    """Gradients come last layer first; beside activations they are read in the same order."""
+    """Gradients are captured from the last layer to the first; they are shown in the order of activations."""
     if not kind.endswith("gradient") or kind.endswith("weight_gradient"):
         return names
     forward = kind.removesuffix("gradient") + "activation"
     tuples = {id(frame.sites): frame.sites for frame in frames}.values()
     known = dict.fromkeys(site.name for sites in tuples for site in sites if site.kind == forward)
-    place = {name: i for i, name in enumerate(known)}
-    return sorted(names, key=lambda name: place.get(name, len(place)))
+    position = {name: i for i, name in enumerate(known)}
+    return sorted(names, key=lambda name: position.get(name, len(position)))
 
 
 def _integers(numbers: Iterable[int]) -> NDArray[np.intp]:
@@ -137,16 +139,16 @@ def _integers(numbers: Iterable[int]) -> NDArray[np.intp]:
 
 @lru_cache(maxsize=1 << 16)
 def is_of_site(tag: str) -> bool:
-    """Whether a scalar speaks of one site: `activation.std/encoder.0`."""
+    """Whether a scalar is a statistic of one site, such as `activation.std/encoder.0`."""
     what, slash, _ = tag.partition("/")
     return bool(slash) and what.rpartition(".")[0].removeprefix(EVALUATION) in ALL_KINDS
 
 
 def own_scalars(tags: Iterable[str]) -> list[str]:
-    """Scalars besides the statistics of sites: losses first, then rates and norms, then the rest by name."""
+    """Scalars that are not statistics of sites: losses first, then learning rates and gradient norms, then by name."""
 
     def importance(tag: str) -> tuple[int, str]:
-        places = [i for i, word in enumerate(_SCALARS_FIRST) if word in tag.lower()]
-        return (places[0] if places else len(_SCALARS_FIRST), tag)
+        matches = (i for i, word in enumerate(_SCALARS_FIRST) if word in tag.lower())
+        return (next(matches, len(_SCALARS_FIRST)), tag)
 
     return sorted((tag for tag in tags if not is_of_site(tag)), key=importance)

@@ -1,16 +1,17 @@
-"""The last frames of a run, bounded: what rules judge by and notebooks plot."""
+"""The last frames of a run, which rules check and notebooks plot. Its length is limited."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, overload
 
 import numpy as np
 
 from tbhooks.data import rank_spread
+from tbhooks.data.display import display, mimebundle
 from tbhooks.data.errors import ArgumentError, UnknownSiteError, nearest
 from tbhooks.data.frame import Frame
 from tbhooks.data.stats import STAT_NAMES, Floats
@@ -20,42 +21,49 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MOST_FRAMES = 1000
-# A frame's buckets weigh forty times its rows, so only the newest frames keep theirs.
+# The histograms of a frame take forty times the memory of its rows: only the newest frames keep theirs.
 MOST_WITH_BUCKETS = 50
 
 
 class History:
-    """Frames oldest first: `history[-1]`, `len(history)`, `for frame in history`."""
+    """The last frames of a run, oldest first. Returned by `Watch.history`; thread-safe.
+
+    It is a sequence: `history[-1]`, `len(history)`, `for frame in history`. It keeps up to 1000 frames, and the
+    histograms of the newest 50.
+
+    >>> steps, values = w.history.series("fc", "gradient", "norm")  # doctest: +SKIP
+    >>> steps, losses = w.history.scalar("train/loss")  # doctest: +SKIP
+    """
 
     def __init__(self, most_frames: int = MOST_FRAMES) -> None:
         self._frames: deque[Frame] = deque(maxlen=most_frames)
-        # Scalars of steps that nothing else is known of: they take no frame's place, and no rule counts them.
-        self._between: deque[Frame] = deque(maxlen=most_frames)
+        # Scalars of steps that were not logged otherwise. No rule counts them as frames.
+        self._scalars_only: deque[Frame] = deque(maxlen=most_frames)
         self._lock = threading.RLock()
 
     def append(self, frame: Frame) -> None:
-        """Adds a frame; scalars that came late join the frame of their step."""
+        """Adds a frame. Scalars that were logged after their step join the frame of that step."""
         with self._lock:
             if not frame.sites and (not frame.scalars or self._join(frame)):
                 return
             if not frame.sites:
-                self._between.append(_numbers_of(frame))
+                self._scalars_only.append(_without_artifacts(frame))
                 return
-            self._frames.append(_numbers_of(frame))
+            self._frames.append(_without_artifacts(frame))
             if len(self._frames) > MOST_WITH_BUCKETS:
                 old = self._frames[-MOST_WITH_BUCKETS - 1]
                 self._frames[-MOST_WITH_BUCKETS - 1] = replace(
                     old, buckets=np.zeros((len(old.sites), 0), np.int64), spreads=rank_spread.empty(len(old.sites))
                 )
 
-    def judged(self, frame: Frame) -> None:
-        """The newest frame, with what the rules found in it."""
+    def replace_newest(self, frame: Frame) -> None:
+        """Replaces the newest frame, by the same one with findings."""
         with self._lock:
-            self._frames[-1] = _numbers_of(frame)
+            self._frames[-1] = _without_artifacts(frame)
 
     @property
     def latest(self) -> Frame | None:
-        """The newest frame of a training step; of an evaluation, if there is nothing else."""
+        """The newest frame of a training step, or of an evaluation if there is no other; None if it is empty."""
         frames = self[:]
         training = [frame for frame in frames if not frame.is_evaluation]
         return training[-1] if training else frames[-1] if frames else None
@@ -85,53 +93,50 @@ class History:
             return iter(list(self._frames))
 
     def series(self, path: str, kind: str, stat: str) -> tuple[list[int], Floats]:
-        """Steps and values of one statistic at one site; steps that did not see the site are left out."""
+        """Returns the steps and values of one statistic at one site. Steps without the site are left out.
+
+        Raises an `ArgumentError` for an unknown statistic and an `UnknownSiteError` for an unknown site.
+        """
         if stat not in STAT_NAMES:
             raise ArgumentError(f"unknown stat {stat!r}: {nearest(stat, STAT_NAMES)}")
-        seen = [frame for frame in self if (path, kind) in frame]
-        if not seen and len(self):
-            places = [site.name for frame in self for site in frame.sites if site.kind == kind]
-            raise UnknownSiteError(f"no frame has the {kind} of {path!r}: {nearest(path, places)}")
-        return [frame.step for frame in seen], np.array([getattr(frame[path, kind], stat) for frame in seen])
+        frames = [frame for frame in self if (path, kind) in frame]
+        if not frames and len(self):
+            names = [site.name for frame in self for site in frame.sites if site.kind == kind]
+            raise UnknownSiteError(f"no logged step has the {kind} of {path!r}: {nearest(path, names)}")
+        return [frame.step for frame in frames], np.array([getattr(frame[path, kind], stat) for frame in frames])
 
     def scalar(self, tag: str) -> tuple[list[int], Floats]:
-        """Steps and values of a scalar such as `train/loss`; of steps too that only `log_every` has written."""
+        """Returns the steps and values of a scalar such as `train/loss`, including steps that only `log_every` wrote.
+
+        Raises an `UnknownSiteError` for an unknown tag.
+        """
         with self._lock:
-            frames = sorted([*self._between, *self._frames], key=lambda frame: frame.step)
-        seen = [frame for frame in frames if tag in frame.scalars]
-        if not seen and frames:
+            frames = sorted([*self._scalars_only, *self._frames], key=lambda frame: frame.step)
+        having = [frame for frame in frames if tag in frame.scalars]
+        if not having and frames:
             tags = [name for frame in frames for name in frame.scalars]
-            raise UnknownSiteError(f"no frame has the scalar {tag!r}: {nearest(tag, tags)}")
-        return [frame.step for frame in seen], np.array([frame.scalars[tag] for frame in seen])
+            raise UnknownSiteError(f"no logged step has the scalar {tag!r}: {nearest(tag, tags)}")
+        return [frame.step for frame in having], np.array([frame.scalars[tag] for frame in having])
 
     def figure(self, stat: str = "std", kind: str = "gradient", width: float = 7.0) -> Figure:
-        """A heat map of one statistic, layers by steps. Needs `tbhooks[plot]`."""
-        from tbhooks.views import display  # noqa: PLC0415  loaded only when something is shown
-
+        """Returns a matplotlib heat map of one statistic, layers by steps. Needs `tbhooks[plot]`."""
         figure: Figure = display("heatmap", self, stat, kind, width)
         return figure
 
     def to_pandas(self) -> pd.DataFrame:
-        """A row a step and site, with the columns `Frame.to_pandas` has; evaluations under kinds such as
-        `eval.activation`. Quantiles are there for frames that still have their buckets.
-        """
-        from tbhooks.views import display  # noqa: PLC0415  loaded only when something is shown
+        """Returns a DataFrame with one row per step and site, and the columns of `Frame.to_pandas`.
 
+        Evaluations have kinds such as `eval.activation`. Frames without histograms have no quantiles.
+        """
         return display("dataframe", self[:])
 
-    def _repr_mimebundle_(
-        self, include: Collection[str] | None = None, exclude: Collection[str] | None = None
-    ) -> dict[str, str]:
-        from tbhooks.views import display  # noqa: PLC0415  loaded only when something is shown
-
-        bundle: dict[str, str] = display("history", self, include, exclude)
-        return bundle
+    _repr_mimebundle_ = mimebundle("history")
 
     def __repr__(self) -> str:
         steps = f", steps {self._frames[0].step} to {self._frames[-1].step}" if self._frames else ""
         return f"History({len(self)} frames{steps})"
 
 
-def _numbers_of(frame: Frame) -> Frame:
-    """Without pictures and their like, which weigh more than everything else together."""
+def _without_artifacts(frame: Frame) -> Frame:
+    """The frame without artifacts, which take more memory than everything else."""
     return replace(frame, artifacts=()) if frame.artifacts else frame

@@ -1,7 +1,4 @@
-"""What `peek` hands back: the frame of one pass, and what a look at a single pass can tell besides.
-
-It is a Frame in every other respect, and needs no torch: only tensors that were asked for are of it.
-"""
+"""`Peeked`, the result of `peek()`: the frame of one pass, with the outputs of the modules. Does not import torch."""
 
 from __future__ import annotations
 
@@ -10,6 +7,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from tbhooks.data.display import display
 from tbhooks.data.errors import ArgumentError, nearest
 from tbhooks.data.frame import Frame
 
@@ -18,25 +16,29 @@ _MAPPINGS = ("outputs", "kept")
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What one output of a module is, besides its numbers; of the last call, where there were several."""
+    """The shape and dtype of one output of a module, of its last call."""
 
     module: str
-    """The class of the module that returned it: "Conv2d"."""
+    """The class of the module, such as "Conv2d"."""
     shape: tuple[int, ...]
     dtype: str
-    """Without `torch.`: "float32"."""
+    """The dtype without `torch.`, such as "float32"."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Peeked(Frame):
-    """One pass through a model, looked at once; what `tbhooks.peek` returns."""
+    """The frame of one pass through a model, returned by `tbhooks.peek`. Shows itself as a table in notebooks.
+
+    >>> frame = tbhooks.peek(model, x, keep="conv1")  # doctest: +SKIP
+    >>> frame["conv1", "activation"].std, frame.outputs["conv1"].shape, frame.kept["conv1"]  # doctest: +SKIP
+    """
 
     outputs: Mapping[str, Output] = field(default_factory=dict)
-    """By the name of the activation's site: `frame.outputs["encoder.0"].shape`."""
+    """The outputs by the name of their site: `frame.outputs["encoder.0"].shape`."""
     kept: Mapping[str, Any] = field(default_factory=dict)
-    """By the same name: the tensors `keep=` asked for, detached copies on the CPU."""
+    """The tensors that `keep=` selected, by the same names: detached copies on the CPU."""
     notes: tuple[str, ...] = ()
-    """What could not be seen, kept or put back, in words."""
+    """What was not captured, not kept or not restored, and why."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -50,13 +52,12 @@ class Peeked(Frame):
         return super().__repr__().replace("Frame", "Peeked", 1)
 
     def image_grid(self, name: str, **options: Any) -> Any:
-        """Feature maps or attention maps of a kept tensor, as a matplotlib figure (`tbhooks[plot]`).
+        """Returns a matplotlib figure of the feature maps or attention maps of a kept tensor. Needs `tbhooks[plot]`.
 
-        `options` go to `tbhooks.views.figures.image_grid`, such as `most=64`.
+        `name` is a key of `kept`. `options` are those of `tbhooks.views.figures.image_grid`, such as `most=64`. Raises
+        an `ArgumentError` if the tensor was not kept.
         """
         if name not in self.kept:
-            hint = nearest(str(name), self.kept) if self.kept else "nothing was kept: peek(model, x, keep=...) keeps it"
-            raise ArgumentError(f"no tensor of {name!r} was kept: {hint}")
-        from tbhooks.views import display  # noqa: PLC0415  loaded only when something is shown
-
+            hint = nearest(str(name), self.kept) if self.kept else "nothing was kept; use peek(model, x, keep=...)"
+            raise ArgumentError(f"{name!r} was not kept: {hint}")
         return display("image_grid", self.kept[name], **options)

@@ -6,7 +6,7 @@ import os
 
 
 def rank_and_world() -> tuple[int, int]:
-    """The number of this process and how many there are, as torchrun says before there is a process group."""
-    # It sets both; a stray RANK alone means nothing.
+    """The rank of this process and the number of processes, from the environment variables that torchrun sets."""
+    # torchrun sets both: RANK alone means nothing.
     rank, world = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
     return (int(rank), int(world)) if rank.isdecimal() and world.isdecimal() and int(world) > 1 else (0, 1)

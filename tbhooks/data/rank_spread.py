@@ -1,6 +1,6 @@
-"""How far the ranks of a job lie apart: for every statistic of a site its extremes, who holds them, the median.
+"""How far ranks differ: for each statistic of a site its minimum, maximum and median over the ranks.
 
-NumPy only; the size does not depend on how many ranks there are.
+NumPy only. The size does not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from tbhooks.data.errors import ArgumentError, nearest
 from tbhooks.data.stats import STATS, Floats
 
 SPREAD_STATS = tuple(name for name in STATS if name != "ratio")
-"""What ranks can be compared by; an update's ratio is known of the whole alone."""
+"""The statistics that ranks are compared by. The ratio of an update is known for the whole parameter only."""
 FIELDS = ("min", "min_rank", "max", "max_rank", "median", "ranks")
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """One statistic over the ranks of a job."""
+    """One statistic over the ranks of a job, returned by `Reading.spread`."""
 
     min: float
     min_rank: int
@@ -28,25 +28,25 @@ class Spread:
     max_rank: int
     median: float
     ranks: int
-    """How many have a value."""
+    """The number of ranks that have a value."""
 
 
 def empty(sites: int) -> Floats:
-    """What a frame of a single rank has."""
+    """No spreads, for a frame of a single rank."""
     return np.zeros((sites, 0, len(FIELDS)))
 
 
 def measure(values: Floats, site: NDArray[np.intp], rank: NDArray[np.intp], sites: int, world: int) -> Floats:
-    """Of rows that each belong to a site and a rank: [sites, SPREAD_STATS, FIELDS]."""
+    """Spreads as [sites, SPREAD_STATS, FIELDS]; `site` and `rank` say where each row of `values` belongs."""
     measured = np.empty((sites, len(SPREAD_STATS), len(FIELDS)))
     for i, name in enumerate(SPREAD_STATS):
         by_rank = np.full((sites, world), np.nan)
         by_rank[site, rank] = STATS[name](values)
-        measured[:, i] = _of_ranks(by_rank)
+        measured[:, i] = _fields(by_rank)
     return measured
 
 
-def _of_ranks(by_rank: Floats) -> Floats:
+def _fields(by_rank: Floats) -> Floats:
     known = ~np.isnan(by_rank)
     seen = known.any(axis=1)
     low, high = np.where(known, by_rank, np.inf), np.where(known, by_rank, -np.inf)
@@ -68,11 +68,11 @@ def _median(with_unknown_last: Floats, known: NDArray[np.intp]) -> Floats:
 
 
 def read(measured: Floats, stat: str) -> Spread:
-    """One statistic of one site's [SPREAD_STATS, FIELDS]."""
+    """The spread of one statistic, from the [SPREAD_STATS, FIELDS] of one site."""
     if stat not in SPREAD_STATS:
-        raise ArgumentError(f"ranks are not compared by {stat!r}: {nearest(stat, SPREAD_STATS)}")
+        raise ArgumentError(f"ranks cannot be compared by {stat!r}: {nearest(stat, SPREAD_STATS)}")
     if not len(measured):
-        raise ArgumentError('this frame is of one rank alone; watch(..., ranks="merge") compares them')
+        raise ArgumentError('this frame has one rank only; watch(..., ranks="merge") compares ranks')
     low, low_rank, high, high_rank, median, ranks = measured[SPREAD_STATS.index(stat)]
     if not ranks:
         return Spread(np.nan, -1, np.nan, -1, np.nan, 0)

@@ -11,7 +11,7 @@ import textwrap
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -23,9 +23,9 @@ MOST_MESSAGES = 200
 _SKIPPED = "skipped: "
 
 
-def listed(names: list[str]) -> str:
-    """The first five names, and how many more there are."""
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+def listed(names: Sequence[str], most: int = 5) -> str:
+    """The first names, and the number of others: `a, b and 3 more`."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _by_value(mapping: dict[str, str]) -> dict[str, list[str]]:

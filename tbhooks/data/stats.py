@@ -1,7 +1,7 @@
-"""What a row of numbers means: its columns, how rows merge, and every statistic derived from them.
+"""Rows of statistics: their columns, how rows merge, and every statistic that is derived from them.
 
-A row is the fixed-width, mergeable summary of one tensor; bucket counts are its histogram. This file
-is NumPy only, runs on the CPU after the copy, and knows neither torch nor where the rows came from.
+A row is a summary of one tensor with a fixed number of columns; bucket counts are its histogram. Rows of several
+tensors merge exactly. NumPy only: this runs on the CPU after the copy.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from tbhooks.data.errors import ArgumentError, nearest
 Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
 
-# count is every element; mean, m2 (sum of squared deviations), min and max are over the finite ones.
-# base is the sum of squares of what a row is measured against: for an update, the weight before it.
+# count is the number of elements; mean, m2 (sum of squared deviations), min and max are over the finite ones.
+# base is the sum of squares of a reference: for an update, of the weight before it.
 COLUMNS = ("count", "mean", "m2", "min", "max", "zeros", "nans", "infs", "base")
 WIDTH = len(COLUMNS)
 COUNT, MEAN, M2, MIN, MAX, ZEROS, NANS, INFS, BASE = range(WIDTH)
 ADDITIVE = (COUNT, ZEROS, NANS, INFS, BASE)
 
-# Two buckets an octave, split at 1.5: that is the exponent and the top bit of the mantissa, so a
-# bucket is read off a float's bits. Below 2**-64 everything shares the middle bucket with zero.
+# Two buckets per octave, split at 1.5: the exponent and the top bit of the mantissa, so that the bits of a float
+# give its bucket. Values below 2**-64 share the middle bucket with zero.
 LOWEST_EXPONENT, HIGHEST_EXPONENT = -64, 32
 HALF_OCTAVES = 2 * (HIGHEST_EXPONENT - LOWEST_EXPONENT)
 BUCKETS = 2 * HALF_OCTAVES + 1
@@ -42,30 +42,30 @@ def _edges() -> tuple[Floats, Floats]:
 
 
 LOWER, UPPER = _edges()
-"""Bounds of each bucket, ascending; the outermost reach to infinity."""
+"""The bounds of each bucket, ascending. The outermost buckets reach to infinity."""
 
 
 def empty_rows(n: int) -> Floats:
-    """Rows of nothing: merging one changes nothing."""
+    """Rows without elements: merging one changes nothing."""
     rows = np.zeros((n, WIDTH))
     rows[:, MIN], rows[:, MAX] = np.inf, -np.inf
     return rows
 
 
 def finite(values: Floats) -> Floats:
-    """How many elements of each row are neither NaN nor infinite."""
+    """The number of finite elements of each row."""
     return values[..., COUNT] - values[..., NANS] - values[..., INFS]
 
 
 def merge(values: Floats, owner: NDArray[np.intp], n: int) -> Floats:
-    """Merges rows by owner into n rows, exactly as if each owner's data had been one tensor.
+    """Merges rows with the same owner into one of n rows, exactly as if their data had been one tensor.
 
-    Serves the calls of a shared module, micro-batches and ranks alike (Chan's rule for the moments).
+    Used for several calls of a module, micro-batches and ranks (Chan's algorithm for the moments).
     """
     merged = empty_rows(n)
     for column in ADDITIVE:
         merged[:, column] = np.bincount(owner, weights=values[:, column], minlength=n)
-    with np.errstate(invalid="ignore", over="ignore"):  # a mean past 1e154 squares to inf, as it would in NumPy
+    with np.errstate(invalid="ignore", over="ignore"):  # the square of a mean beyond 1e154 is infinite
         share = finite(values) / np.maximum(finite(merged), 1.0)[owner]
         merged[:, MEAN] = np.bincount(owner, weights=share * values[:, MEAN], minlength=n)
         away = np.square(values[:, MEAN] - merged[owner, MEAN])
@@ -79,7 +79,7 @@ def merge(values: Floats, owner: NDArray[np.intp], n: int) -> Floats:
 def merge_counts(counts: Counts, owner: NDArray[np.intp], n: int) -> Counts:
     """Adds up bucket counts by owner."""
     merged = np.zeros((n, counts.shape[1]), dtype=np.int64)
-    if np.bincount(owner, minlength=n).max(initial=0) <= 1:  # nobody has two, as in most steps
+    if np.bincount(owner, minlength=n).max(initial=0) <= 1:  # no owner has two rows, as in most steps
         merged[owner] = counts
     else:
         np.add.at(merged, owner, counts)
@@ -100,7 +100,7 @@ def _fraction(values: Floats, column: int) -> Floats:
 
 
 def _ratio(values: Floats) -> Floats:
-    """NaN where there is nothing to measure against; infinite where that was zero."""
+    """NaN without a reference; infinite if the reference is zero."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return STATS["norm"](values) / np.sqrt(values[..., BASE])
 
@@ -119,7 +119,7 @@ STATS: Mapping[str, Callable[[Floats], Floats]] = {
     "inf_count": lambda v: v[..., INFS],
     "ratio": _ratio,
 }
-"""Statistics that need the row alone. `ratio` has a value where the row has a base: for updates."""
+"""Statistics that need the row only. `ratio` has a value for updates, whose rows have a base."""
 
 QUANTILES: Mapping[str, float] = {"p01": 0.01, "p25": 0.25, "p50": 0.50, "p75": 0.75, "p99": 0.99}
 """Statistics that need the buckets."""
@@ -130,10 +130,9 @@ STAT_NAMES = (*STATS, *QUANTILES)
 def quantile(values: Floats, counts: Counts, q: float) -> Floats:
     """The q-quantile of each row's finite values, interpolated within its bucket.
 
-    The density inside a bucket is taken to be a straight line with the slope of its neighbours, and the
-    exact minimum and maximum bound the outermost buckets, so constants come out exact. Smooth
-    distributions around zero are right within a few percent; the error is never more than the bucket's
-    width, which is a third to a half of the value.
+    The density inside a bucket is assumed to be linear, with the slope of its neighbours. The exact minimum and maximum
+    bound the outermost buckets, so that constants are exact. The error is a few percent for smooth distributions around
+    zero, and at most the width of the bucket, which is a third to a half of the value.
     """
     if counts.shape[-1] == 0:
         return np.full(len(values), np.nan)
@@ -154,19 +153,19 @@ def quantile(values: Floats, counts: Counts, q: float) -> Floats:
         start = density[:, 1] - slope * width[:, 1] / 2
         away = 2 * rank / (start + np.sqrt(np.maximum(start**2 + 2 * slope * rank, 0.0)))
         found = left[:, 1] + np.nan_to_num(away, nan=0.0)
-        found[(bucket == MIDDLE) & (values[:, ZEROS] > 0)] = 0.0  # whatever is in there with them is next to nothing
+        found[(bucket == MIDDLE) & (values[:, ZEROS] > 0)] = 0.0  # other values in this bucket are below 2**-64
         return np.where(total > 0, np.clip(found, left[:, 1], right[:, 1]), np.nan)
 
 
 def _slope(density: Floats, middle: Floats, width: Floats) -> Floats:
-    """How the density changes across the bucket between its neighbours, no steeper than would make it negative."""
+    """The slope of the density in the bucket between its neighbours, limited so that the density is not negative."""
     rise, run = density[:, 2] - density[:, 0], middle[:, 2] - middle[:, 0]
     steepest = 2 * density[:, 1] / width
     return np.clip(np.nan_to_num(rise / run, nan=0.0, posinf=0.0, neginf=0.0), -steepest, steepest)
 
 
 def stat(name: str, values: Floats, counts: Counts) -> Floats:
-    """One named statistic of every row."""
+    """One statistic of every row, by name. Raises an ArgumentError for an unknown name."""
     if name in STATS:
         return STATS[name](values)
     if name in QUANTILES:
@@ -174,7 +173,7 @@ def stat(name: str, values: Floats, counts: Counts) -> Floats:
     raise ArgumentError(f"unknown stat {name!r}: {nearest(name, STAT_NAMES)}")
 
 
-# Below the first number a value rounds to zero in that format; from the second on it is out of range.
+# The first number is where values begin to round to zero in that format, the second where they overflow.
 FORMATS: Mapping[str, tuple[float, float]] = {
     "float16": (2.0**-25, 65520.0),
     "bfloat16": (2.0**-134, 2.0**128 * (1 - 2.0**-9)),
@@ -191,19 +190,19 @@ def _format(dtype: object) -> tuple[float, float]:
 
 
 def underflow_fraction(values: Floats, counts: Counts, dtype: object) -> Floats:
-    """Share of each row's elements that are not zero and would become zero in `dtype`, to the bucket."""
+    """The fraction of each row's elements that are not zero but would be in `dtype`, to the precision of a bucket."""
     smallest, _ = _format(dtype)
     if counts.shape[1] == 0:
         return np.full(len(values), np.nan)
     inside = (smallest >= UPPER) & (-smallest <= LOWER)
     lost = counts[:, inside].sum(axis=1) - np.where(inside[MIDDLE], values[:, ZEROS], 0.0)
-    hidden = counts[:, MIDDLE] > values[:, ZEROS]  # a format finer than the buckets cannot be judged there
+    hidden = counts[:, MIDDLE] > values[:, ZEROS]  # a format finer than the buckets: unknown there
     unknown = ~inside[MIDDLE] & hidden
     return np.where(unknown | (values[:, COUNT] == 0), np.nan, lost / np.maximum(values[:, COUNT], 1.0))
 
 
 def overflow_fraction(values: Floats, counts: Counts, dtype: object) -> Floats:
-    """Share of each row's elements that are finite and lie beyond the range of `dtype`, to the bucket."""
+    """The fraction of each row's elements that are finite but would overflow `dtype`, to the precision of a bucket."""
     _, largest = _format(dtype)
     if counts.shape[1] == 0:
         return np.full(len(values), np.nan)

@@ -1,6 +1,6 @@
-"""Those who look on while a watch runs, such as a live view: shown every frame, timed, and kept from harm.
+"""Followers of a watch, such as a live view: they get each frame in the background thread.
 
-Runs in the pump's thread. What a follower raises ends with it: writing goes on.
+An exception of a follower is caught and counted; the sinks go on writing.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from tbhooks.data.self_report import Report
 
 
 class Follower(Protocol):
-    """Something that is shown frames as they come."""
+    """Something that gets every frame while the watch runs."""
 
     def frame(self, frame: Frame) -> None: ...
 
     def closed(self) -> None:
-        """Once, after the last frame."""
+        """Called once, after the last frame."""
 
 
 class LiveView(Protocol):
-    """A view that follows a watch; what `Watch.live()` returns."""
+    """The view that `Watch.live()` returns."""
 
     updates: int
     seconds: float
@@ -33,27 +33,27 @@ class LiveView(Protocol):
     def stop(self) -> None: ...
 
 
-class Following:
-    """A follower as a sink, which is how the pump knows it."""
+class FollowerSink:
+    """Passes frames to a follower, as a sink of the worker. Measures the time that the follower takes."""
 
     def __init__(self, follower: Follower, report: Report) -> None:
         self._follower = follower
         self._report = report
 
     def write(self, frame: Frame) -> None:
-        self._timed(lambda: self._follower.frame(frame))
+        self._call(lambda: self._follower.frame(frame))
 
     def flush(self) -> None:
-        """Nothing of it is on the way."""
+        """Does nothing: a follower stores nothing."""
 
     def close(self) -> None:
-        self._timed(self._follower.closed)
+        self._call(self._follower.closed)
 
-    def _timed(self, what: Callable[[], None]) -> None:
+    def _call(self, function: Callable[[], None]) -> None:
         started = time.perf_counter()
         try:
-            what()
-        except Exception as problem:  # a view that fails is no step that was not written
+            function()
+        except Exception as problem:  # raised further, the step would count as not written
             self._report.error(type(self._follower).__name__, problem)
         finally:
             self._report.seconds_views += time.perf_counter() - started

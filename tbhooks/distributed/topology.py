@@ -1,7 +1,7 @@
-"""The processes of one job: who writes, whether all agree, and the one collective of a logged step.
+"""The ranks of a distributed job: how they meet at `watch()`, and the one collective of a logged step.
 
-The collective runs in the pump's thread, on CPU memory and a gloo group of its own, whatever the job trains with, so
-that training never waits for it. A rank that fails or is late ends the merging, never the training.
+The collective runs in the background thread, on CPU memory and in a gloo group of its own, whatever backend the job
+trains with: training never waits for it. A rank that fails or is late ends the merging, never the training.
 """
 
 from __future__ import annotations
@@ -20,42 +20,43 @@ from typing import Any
 
 import numpy as np
 import torch
-import wrapt
 from torch import distributed
 
 from tbhooks.capture import sharded_tensors
 from tbhooks.capture.rank_context import RankContext
 from tbhooks.data.errors import ArgumentError
+from tbhooks.data.patching import wrapping
 from tbhooks.data.process_rank import rank_and_world
-from tbhooks.data.self_report import Report
+from tbhooks.data.self_report import Report, describe_exception
 from tbhooks.data.step_table import MergedStep, StepTable
 from tbhooks.distributed import handshake, merge
 from tbhooks.distributed.merge import Reader, Writer
 
-LOCAL, MERGE = WAYS = ("local", "merge")
-# How long a rank may be late, if the job's own process group does not say less.
-LONGEST_WAIT = timedelta(minutes=5)
-# How long the others are waited for at watch(), likewise.
-LONGEST_MEETING = timedelta(minutes=2)
-# Up to so many bytes in all, every rank gets what every rank sent; beyond that only the first does.
-MOST_FOR_EVERYONE = 64 << 20
+LOCAL, MERGE = RANKS = ("local", "merge")
+"""The values of `ranks=`."""
+# How long a rank may be late for a collective, and for watch(), if the job's process group does not say less.
+COLLECTIVE_TIMEOUT = timedelta(minutes=5)
+HANDSHAKE_TIMEOUT = timedelta(minutes=2)
+# Up to this many bytes in total all ranks get the data of all ranks; beyond that only the first rank does.
+MOST_FOR_ALL_GATHER = 64 << 20
 
 
-def is_of_a_job() -> bool:
-    """Whether there are other ranks, or will be."""
+def is_in_job() -> bool:
+    """Whether this process is one of several ranks, now or as soon as the process group is made."""
     return sharded_tensors.are_several() or rank_and_world()[1] > 1
 
 
 def restarts() -> int:
-    """How many times torchrun has started the workers of this job again."""
+    """How many times torchrun has restarted the workers of this job."""
     count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return int(count) if count.isdecimal() else 0
 
 
-def join(described: handshake.Described, first_step: int) -> RankContext:
-    """Meets the other ranks and makes sure that all watch the same in the same way.
+def join(description: handshake.Description, first_step: int) -> RankContext:
+    """Waits for the other ranks, checks that all of them watch the same model with the same options, and makes a group.
 
-    `first_step` is the number the first rank counts from, which all take over.
+    `first_step` is where the first rank begins to count; all ranks take that of the first one. Raises an
+    ArgumentError if ranks differ, or if one does not call `watch()` in time.
     """
     if not (distributed.is_available() and distributed.is_initialized()):
         if rank_and_world()[1] > 1:
@@ -64,74 +65,75 @@ def join(described: handshake.Described, first_step: int) -> RankContext:
     rank, world = distributed.get_rank(), distributed.get_world_size()
     if world == 1:
         return RankContext(first_step=first_step, wants_team=True)
-    agreed = _meet(described, rank, world, first_step)
-    wait = min(LONGEST_WAIT, _patience())
-    group = distributed.new_group(backend="gloo", timeout=wait)
+    agreed = _shake_hands(description, rank, world, first_step)
+    timeout = min(COLLECTIVE_TIMEOUT, _job_timeout())
+    group = distributed.new_group(backend="gloo", timeout=timeout)
     return RankContext(rank, GlooRankGroup(group, rank, world, agreed["size"]), agreed["first_step"])
 
 
-def _patience() -> timedelta:
-    """The job's own time limit of a collective."""
-    with suppress(Exception):  # not every backend says
-        limit = distributed.distributed_c10d._get_default_group()._get_backend(torch.device("cpu")).options._timeout
+def _job_timeout() -> timedelta:
+    """The time limit of the job's own collectives."""
+    with suppress(Exception):  # not every backend has one
+        group = distributed.distributed_c10d._get_default_group()
+        limit = group._get_backend(torch.device("cpu")).options._timeout
         if isinstance(limit, timedelta):
             return limit
-    return LONGEST_WAIT
+    return COLLECTIVE_TIMEOUT
 
 
-def _meet(described: handshake.Described, rank: int, world: int, first_step: int) -> dict[str, Any]:
-    """Through the job's store, not by a collective: a rank that does not come is named, and nobody hangs."""
+def _shake_hands(description: handshake.Description, rank: int, world: int, first_step: int) -> dict[str, Any]:
+    """Compares the ranks through the job's store. A collective would hang if a rank is missing; this names it."""
     store = distributed.distributed_c10d._get_default_store()
-    # Counted by the store, which knows a rank again that was started anew.
-    place = f"tbhooks/{store.add(f'tbhooks/met/{rank}', 1)}"
-    limit = min(LONGEST_MEETING, _patience())
-    details = base64.b64encode(zlib.compress(json.dumps(described.details).encode()))
-    store.set(f"{place}/details/{rank}", details.decode())
-    store.set(f"{place}/said/{rank}", json.dumps(described.summary))
+    # The store counts the calls of watch() by each rank, also of one that was restarted.
+    prefix = f"tbhooks/{store.add(f'tbhooks/met/{rank}', 1)}"
+    limit = min(HANDSHAKE_TIMEOUT, _job_timeout())
+    details = base64.b64encode(zlib.compress(json.dumps(description.details).encode()))
+    store.set(f"{prefix}/details/{rank}", details.decode())
+    store.set(f"{prefix}/said/{rank}", json.dumps(description.summary))
     if rank == 0:
-        verdict = _judge(store, place, world, limit)
-        store.set(f"{place}/verdict", json.dumps({**verdict, "first_step": first_step}))
+        verdict = _compare_ranks(store, prefix, world, limit)
+        store.set(f"{prefix}/verdict", json.dumps({**verdict, "first_step": first_step}))
     else:
         try:
-            store.wait([f"{place}/verdict"], limit * 2)
+            store.wait([f"{prefix}/verdict"], limit * 2)
         except Exception:
             raise ArgumentError(
                 f'ranks="merge": rank 0 did not call watch() within {limit.total_seconds() * 2:g} s of rank {rank}; '
-                "all ranks call it, in the same order"
+                "all ranks must call it, in the same order"
             ) from None
-    agreed: dict[str, Any] = json.loads(store.get(f"{place}/verdict"))
+    agreed: dict[str, Any] = json.loads(store.get(f"{prefix}/verdict"))
     if agreed["problem"]:
         raise ArgumentError(f'ranks="merge": {agreed["problem"]}')
     return agreed
 
 
-def _judge(store: Any, place: str, world: int, limit: timedelta) -> dict[str, Any]:
-    """At the first rank: what it makes of what all have said."""
+def _compare_ranks(store: Any, prefix: str, world: int, limit: timedelta) -> dict[str, Any]:
+    """On the first rank: the first problem, or None, and the size of the buffer that ranks exchange."""
     deadline = time.monotonic() + limit.total_seconds()
     late = []
     for rank in range(world):
-        left = max(deadline - time.monotonic(), 0.001)
         try:
-            store.wait([f"{place}/said/{rank}"], timedelta(seconds=left))
+            store.wait([f"{prefix}/said/{rank}"], timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
         except Exception:
             late.append(rank)
     if late:
         names = ", ".join(map(str, late[:8])) + (" ..." if len(late) > 8 else "")
-        problem = f"rank {names} did not call watch() within {limit.total_seconds():g} s of rank 0; all ranks call it"
+        seconds = f"{limit.total_seconds():g} s"
+        problem = f"rank {names} did not call watch() within {seconds} of rank 0; all ranks must call it"
         return {"problem": problem, "size": 0}
-    said = [json.loads(store.get(f"{place}/said/{rank}")) for rank in range(world)]
+    summaries = [json.loads(store.get(f"{prefix}/said/{rank}")) for rank in range(world)]
 
     def details(rank: int) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(zlib.decompress(base64.b64decode(store.get(f"{place}/details/{rank}"))))
-        return found
+        stored: dict[str, Any] = json.loads(zlib.decompress(base64.b64decode(store.get(f"{prefix}/details/{rank}"))))
+        return stored
 
-    size = max(merge.capacity(each["sites"], each["options"]["histograms"] is not False) for each in said)
-    return {"problem": handshake.difference(said, details), "size": size}
+    size = max(merge.capacity(each["sites"], each["options"]["histograms"] is not False) for each in summaries)
+    return {"problem": handshake.difference(summaries, details), "size": size}
 
 
 @dataclass
 class GlooRankGroup:
-    """The ranks of a job that have agreed to merge. Its collective is called by the pump's thread alone."""
+    """The ranks of a job that merge their statistics. Only the background thread calls the collective."""
 
     group: distributed.ProcessGroup | None
     rank: int
@@ -142,34 +144,33 @@ class GlooRankGroup:
 
     def __post_init__(self) -> None:
         self._writer = Writer(self.size)
-        self._reader = Reader(with_buckets=self.rank == 0)  # only the first writes
-        self._everyone = self.world * self.size <= MOST_FOR_EVERYONE
+        self._reader = Reader(with_buckets=self.rank == 0)  # only the first rank writes histograms
+        self._all_gather = self.world * self.size <= MOST_FOR_ALL_GATHER
         self._given_up = threading.Event()
-        self._under_way: Any = None
-        self._mine = torch.zeros(self.size, dtype=torch.uint8)
-        # Kept from step to step; where others read, there is nothing to keep.
-        reads = self._everyone or self.rank == 0
-        self._theirs = [torch.zeros(self.size, dtype=torch.uint8) for _ in range(self.world if reads else 0)]
+        self._pending: Any = None
+        self._sent = torch.zeros(self.size, dtype=torch.uint8)
+        # Reused for every step. With gather, only the first rank receives.
+        receives = self._all_gather or self.rank == 0
+        self._received = [torch.zeros(self.size, dtype=torch.uint8) for _ in range(self.world if receives else 0)]
 
     def merge(self, table: StepTable, report: Report) -> MergedStep | None:
-        """What all ranks saw of the step; None where that is another's to know, or there is no team any more."""
+        """Exchanges a step with the other ranks and merges it. None if this rank receives nothing, and after errors."""
         if self.is_over:
             return None
         try:
-            tables = self._exchanged(table)
+            tables = self._exchange(table)
             if tables is None:
                 return None
-            steps = {each.step for each in tables}
-            if len(steps) > 1:
-                apart = ", ".join(f"rank {i} at {each.step}" for i, each in enumerate(tables[:8]))
-                raise RuntimeError(f"ranks are not at the same step: {apart}")
+            if len({each.step for each in tables}) > 1:
+                steps = ", ".join(f"rank {i} at {each.step}" for i, each in enumerate(tables[:8]))
+                raise RuntimeError(f"ranks are not at the same step: {steps}")
             merged = merge.merge(tables)
         except Exception as problem:
             self.is_over = True
             report.errors += 1
             report.log_once(
-                f"ranks are merged no longer, since step {table.step}: {_short(problem)}. "
-                + ("From now on the numbers are those of rank 0" if self.rank == 0 else "Rank 0 goes on alone")
+                f"merging of ranks ended at step {table.step}: {describe_exception(problem)}. "
+                + ("From now on the statistics are those of rank 0" if self.rank == 0 else "Rank 0 goes on alone")
             )
             return None
         for what in self._writer.left_out:
@@ -178,75 +179,66 @@ class GlooRankGroup:
             report.log_once(note, once=note.partition(" of ")[0] + " differ between ranks")
         return merged
 
-    def _exchanged(self, table: StepTable) -> list[StepTable] | None:
-        self._mine.numpy()[:] = np.frombuffer(self._writer.write(table), np.uint8)
+    def _exchange(self, table: StepTable) -> list[StepTable] | None:
+        self._sent.numpy()[:] = np.frombuffer(self._writer.write(table), np.uint8)
         self.collectives += 1
-        if self._everyone:
-            work = distributed.all_gather(self._theirs, self._mine, group=self.group, async_op=True)
+        if self._all_gather:
+            work = distributed.all_gather(self._received, self._sent, group=self.group, async_op=True)
         else:
-            work = distributed.gather(self._mine, self._theirs or None, dst=0, group=self.group, async_op=True)
+            work = distributed.gather(self._sent, self._received or None, dst=0, group=self.group, async_op=True)
         self._wait_for(work)
-        return [self._reader.read(theirs.numpy().tobytes()) for theirs in self._theirs] or None
+        return [self._reader.read(data.numpy().tobytes()) for data in self._received] or None
 
     def _wait_for(self, work: Any) -> None:
-        """Until all ranks have come, the job's own time limit is over, or nobody is to be waited for any longer."""
-        self._under_way, pause = work, 0.0005
+        """Waits until all ranks have arrived. Raises if the time limit of the group is over, or after `give_up()`."""
+        self._pending, pause = work, 0.0005
         while not work.is_completed():
             if self._given_up.wait(pause):
-                raise TimeoutError("another rank had not come when the watch was closed")
+                raise TimeoutError("another rank had not arrived when the watch was closed")
             pause = min(2 * pause, 0.02)
-        self._under_way = None
+        self._pending = None
         work.wait()
 
     def give_up(self) -> None:
-        """Other ranks are waited for no longer: the first writes what it has seen itself."""
+        """Ends waiting for other ranks: the first rank writes its own statistics."""
         self._given_up.set()
 
     def leave(self, is_idle: bool) -> None:
-        """Ends it, and lets go of the group, unless it is still being waited for."""
+        """Ends the merging, and destroys the process group unless a collective is still pending."""
         self.is_over = True
         group = self.group
-        is_idle = is_idle and self._under_way is None  # a collective that nobody waits for would be waited for here
-        if is_idle and group is not None:  # None would be all groups of the job
-            self.group = None  # its threads and connections live as long as it is held
-            with suppress(Exception):  # destroyed already, with all others
+        # Destroying the group would wait for a pending collective. None would destroy all groups of the job.
+        if is_idle and self._pending is None and group is not None:
+            self.group = None  # its threads and connections live as long as it is referenced
+            with suppress(Exception):  # it was destroyed before, with all others
                 distributed.destroy_process_group(group)
 
 
-def _short(problem: BaseException) -> str:
-    text = str(problem).strip().splitlines()
-    return f"{type(problem).__name__}: {text[0][:200]}" if text else type(problem).__name__
+class BeforeProcessGroupEnds:
+    """Calls functions before `destroy_process_group()` destroys all groups, so that logged steps are written first.
 
-
-# The job's own end: what has been logged goes first. --------------------------------------------------------------
-
-
-class BeforeTheEnd:
-    """Calls everybody who asked for it before the process group is destroyed."""
+    The function is wrapped as long as there is somebody to call.
+    """
 
     def __init__(self) -> None:
         self._drains: dict[int, Callable[[], None]] = {}
-        self._original: Any = None
+        self._patch = wrapping("torch.distributed", "destroy_process_group", self._around, "torch 2.9 to 2.13")
 
     def add(self, key: int, drain: Callable[[], None]) -> None:
         self._drains[key] = drain
-        if self._original is None:
-            self._original = distributed.destroy_process_group
-            wrapt.wrap_function_wrapper(distributed, "destroy_process_group", self._around)
+        self._patch.acquire(self)
 
     def discard(self, key: int) -> None:
         self._drains.pop(key, None)
-        if not self._drains and self._original is not None:
-            if getattr(distributed.destroy_process_group, "__wrapped__", None) is self._original:
-                setattr(distributed, "destroy_process_group", self._original)  # noqa: B010  it is a wrapped one there
-            self._original = None
+        if not self._drains:
+            self._patch.release(self)
 
     def _around(self, wrapped: Any, _instance: Any, args: Any, kwargs: Any) -> Any:
         group = args[0] if args else kwargs.get("group")
-        if group is None or group is distributed.group.WORLD:  # then all of them go
+        if group is None or group is distributed.group.WORLD:  # these destroy all groups
             for drain in list(self._drains.values()):
                 drain()
         return wrapped(*args, **kwargs)
 
 
-before_the_end = BeforeTheEnd()
+before_process_group_ends = BeforeProcessGroupEnds()

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tbhooks.data.stats import Floats
+from tbhooks.drawing.names import shorten_all
 from tbhooks.drawing.text import is_wide, number
 
 Bytes = NDArray[np.uint8]
@@ -97,6 +98,14 @@ def chunk(name: bytes, content: bytes) -> bytes:
     return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
 
 
+def rows_to_show(urgent: Sequence[int], rows: int, most: int) -> list[int]:
+    """Which `most` of so many rows a map shows, in order: the urgent ones, and evenly spaced others."""
+    kept = list(urgent[:most])
+    others = sorted(set(range(rows)) - set(kept))
+    evenly = np.linspace(0, len(others) - 1, most - len(kept)).round().astype(int)
+    return sorted({*kept, *(others[i] for i in evenly)})
+
+
 # --- The SVG around it --------------------------------------------------------------------------------
 
 NAME_WIDTH, PLOT_WIDTH, AXIS_HEIGHT, SIDE, TOP = 240, 640, 22, 10, 6
@@ -114,10 +123,11 @@ def svg(label: str, image: str, names: Sequence[str], hints: Sequence[str], step
     box = f"0 -{TOP} {NAME_WIDTH + PLOT_WIDTH + SIDE} {TOP + height + AXIS_HEIGHT}"
     size = f'width="{PLOT_WIDTH}" height="{height}" preserveAspectRatio="none"'
     every = max(1, -(-LABEL_EVERY // row))
+    labels, _ = shorten_all(names, LONGEST_LABEL)
     return "".join([
         f'<svg role="img" aria-label="{html.escape(label)}" viewBox="{box}">',
         f'<image x="{NAME_WIDTH}" y="0" {size} href="{image}"/>',
-        *(_name_beside(names[i], row * (i + 0.5)) for i in range(0, len(names), every)),
+        *(_name_beside(labels[i], row * (i + 0.5)) for i in range(0, len(names), every)),
         *(_hint_on(hint, row * i, row) for i, hint in enumerate(hints)),
         _axis(steps, height),
         "</svg>",
@@ -125,17 +135,12 @@ def svg(label: str, image: str, names: Sequence[str], hints: Sequence[str], step
 
 
 def _name_beside(name: str, middle: float) -> str:
-    return f'<text x="{NAME_WIDTH - 6}" y="{middle + 3.5:g}" text-anchor="end">{_label(name)}</text>'
+    return f'<text x="{NAME_WIDTH - 6}" y="{middle + 3.5:g}" text-anchor="end">{html.escape(name)}</text>'
 
 
 def _hint_on(hint: str, top: int, height: int) -> str:
     area = f'x="0" y="{top}" width="{NAME_WIDTH + PLOT_WIDTH}" height="{height}"'
     return f"<rect {area}><title>{html.escape(hint)}</title></rect>"
-
-
-def _label(name: str) -> str:
-    short = name if len(name) <= LONGEST_LABEL else name[:14] + "…" + name[-(LONGEST_LABEL - 15) :]
-    return html.escape(short)
 
 
 def _axis(steps: Sequence[int], height: int) -> str:

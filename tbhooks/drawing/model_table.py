@@ -1,51 +1,49 @@
-"""A model as a table: its layers in the order they ran, what they put out and how many parameters they have.
-
-No torch: what is known of a model comes in as numbers, and goes out as text, markdown or, by notebook/, HTML.
-"""
+"""A model as a table: its layers in execution order, their outputs and parameters, as text and markdown. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from tbhooks.data.artifacts import Text
+from tbhooks.data.display import mimebundle
 from tbhooks.drawing.text import printable, shape
 
 TAG = "tbhooks/summary"
-# Longer tables show their ends where they are meant to be looked at; as text they are whole.
+# Longer tables are shortened in TensorBoard and notebooks: only this many rows at each end. As text they are complete.
 MOST_ROWS, ENDS = 400, 200
 _UNITS = ("kB", "MB", "GB", "TB")
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A module that has parameters of its own, or no parts."""
+    """A module with parameters of its own, or without submodules."""
 
     path: str
     module: str
     shapes: tuple[tuple[int, ...], ...] = ()
-    """Of its outputs, in its first call; empty until it has run."""
+    """The shapes of its outputs in its first call; empty until it has run."""
     dtype: str = ""
     parameters: int = 0
-    """Its own, without those of its parts and those that were counted with an earlier layer."""
+    """Its own parameters, without those of submodules and those that an earlier layer has, too."""
     trainable: int = 0
     tied_to: str = ""
-    """The parameter of an earlier layer that it uses too."""
+    """The parameter of an earlier layer that this layer shares."""
     calls: int = 0
     nbytes: int = 0
-    """What it put out in all its calls of one pass."""
+    """The size of its outputs in all calls of one pass."""
 
 
 @dataclass(frozen=True)
 class Layers:
-    """All of a model."""
+    """All layers of a model."""
 
     model: str
     layers: tuple[Layer, ...]
     parameter_bytes: int = 0
     samples: int = 0
-    """How many the pass had whose outputs are known; 0 before it."""
+    """The batch size of the pass in which outputs were captured; 0 before it."""
 
     @property
     def parameters(self) -> int:
@@ -57,7 +55,7 @@ class Layers:
 
     @property
     def bytes_per_sample(self) -> float:
-        """What all layers put out for one sample."""
+        """The size of the outputs of all layers for one sample."""
         return sum(layer.nbytes for layer in self.layers) / max(self.samples, 1)
 
 
@@ -94,30 +92,27 @@ COLUMNS: tuple[tuple[str, Cell], ...] = (
     ("share", _share),
     ("bytes/sample", _bytes),
 )
-"""Heading, set left if it begins with "<", and what stands below it."""
+"""Heading, left-aligned if it begins with "<", and the function that makes a cell."""
 
 
 def cells(layers: Layers) -> list[list[str]]:
-    """A row a layer."""
+    """One row per layer."""
     return [[cell(layer, layers) for _, cell in COLUMNS] for layer in layers.layers]
 
 
 def totals(layers: Layers) -> list[str]:
-    """What it comes to."""
+    """The lines below the table: numbers of parameters, and the size of outputs."""
     frozen = layers.parameters - layers.trainable
     size = in_bytes(layers.parameter_bytes)
-    told = [f"{layers.parameters:,} parameters ({size}): {layers.trainable:,} trainable, {frozen:,} not"]
+    outputs = "outputs are filled in by the next logged pass"
     if layers.samples:
-        told.append(
-            f"outputs of these layers: {in_bytes(layers.bytes_per_sample)} a sample, in a pass of {layers.samples}"
-        )
-    else:
-        told.append("outputs are filled in by the next logged pass")
-    return told
+        per_sample = in_bytes(layers.bytes_per_sample)
+        outputs = f"outputs of these layers: {per_sample} a sample, in a pass of {layers.samples}"
+    return [f"{layers.parameters:,} parameters ({size}): {layers.trainable:,} trainable, {frozen:,} not", outputs]
 
 
 def in_bytes(count: float) -> str:
-    """`512 B`, `1.2 MB`."""
+    """A size with its unit: `512 B`, `1.2 MB`."""
     if count < 1000:
         return f"{count:.0f} B" if count == int(count) else f"{count:.1f} B"
     unit = -1
@@ -128,7 +123,7 @@ def in_bytes(count: float) -> str:
 
 
 def as_text(layers: Layers) -> str:
-    """The whole table, for a terminal."""
+    """The complete table, for a terminal."""
     rows = [[title.removeprefix("<") for title, _ in COLUMNS], *([*map(printable, row)] for row in cells(layers))]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
@@ -142,14 +137,14 @@ def as_text(layers: Layers) -> str:
 
 
 def ends(rows: Sequence[list[str]]) -> tuple[list[list[str]], list[list[str]], int]:
-    """The first and the last rows of a long table, and how many lie between; all of a short one are first."""
+    """The first and the last rows of a long table, and the number between. A short table has only first rows."""
     if len(rows) <= MOST_ROWS:
         return list(rows), [], 0
     return list(rows[:ENDS]), list(rows[-ENDS:]), len(rows) - 2 * ENDS
 
 
 def as_artifact(layers: Layers) -> Text:
-    """For TensorBoard's TEXT tab."""
+    """The table in markdown, for TensorBoard's TEXT tab."""
     first, last, between = ends(cells(layers))
     head = " | ".join(title.removeprefix("<") for title, _ in COLUMNS)
     rule = " | ".join(":--" if title.startswith("<") else "--:" for title, _ in COLUMNS)
@@ -167,27 +162,27 @@ _PLAIN = {letter: f"\\{letter}" for letter in "\\`*_{}[]#|!~"} | {"<": "&lt;", "
 
 
 def _markdown(words: str) -> str:
-    """Nothing in a name is markup."""
+    """Escapes what markdown would interpret."""
     return "".join(_PLAIN.get(letter, letter) for letter in printable(words))
 
 
-class Known(Protocol):
-    """Who knows the layers, and more of them once they have run."""
+class LayerSource(Protocol):
+    """Has the layers of a model, with outputs as soon as they have run."""
 
     @property
     def layers(self) -> Layers: ...
 
 
 class Summary:
-    """The table as it is known now; made by `Watch.summary()`. Printed or shown again, it may know more."""
+    """The layers of a model as a table, returned by `Watch.summary()`. It has outputs as soon as a pass was logged."""
 
-    def __init__(self, known: Known) -> None:
-        self._known = known
+    def __init__(self, source: LayerSource) -> None:
+        self._source = source
 
     @property
     def layers(self) -> Layers:
-        """The table as numbers."""
-        return self._known.layers
+        """The contents of the table."""
+        return self._source.layers
 
     def __str__(self) -> str:
         return as_text(self.layers)
@@ -196,10 +191,4 @@ class Summary:
         layers = self.layers
         return f"<Summary: {layers.model}, {len(layers.layers)} layers, {layers.parameters:,} parameters>"
 
-    def _repr_mimebundle_(
-        self, include: Collection[str] | None = None, exclude: Collection[str] | None = None
-    ) -> dict[str, str]:
-        from tbhooks.views import display  # noqa: PLC0415  loaded only when something is shown
-
-        bundle: dict[str, str] = display("summary", self, include, exclude)
-        return bundle
+    _repr_mimebundle_ = mimebundle("summary")

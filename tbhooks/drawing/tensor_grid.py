@@ -1,7 +1,7 @@
-"""Numbers as pixels: maps side by side on one colour scale, and under them a strip that says its range.
+"""Tensors as pixels: maps side by side on one colour scale, with a strip below them that shows the scale.
 
-NumPy only, in the background. The colours are those of the heat map; inputs are shown in their own. What is not
-finite is red, and counted in the strip.
+NumPy only. The colours are those of the heat map; input images keep their own. Values that are not finite are red, and
+counted in the strip.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from tbhooks.data.artifacts import Pixels
 from tbhooks.data.stats import Floats
 from tbhooks.drawing.heatmap import LEVELS, NOT_FINITE, PALETTE
 
-# A picture is drawn about so wide, or so tall: small maps are enlarged, each number a square of pixels.
+# The approximate width or height of an image in pixels. Small maps are enlarged: each value becomes a square.
 WIDTH = 480
 GAP = 2
 THUMBNAIL = 24
-"""The least size that smaller thumbnails are enlarged to."""
+"""The size to which smaller thumbnails are enlarged."""
 LOW, HIGH = 0.005, 0.995
-"""The quantiles of its numbers that a scale spans: a few outliers would leave the rest one colour."""
+"""The quantiles at the ends of the scale: with the extremes, outliers would leave the rest in one colour."""
 WHITE, INK = (255, 255, 255), (68, 1, 84)
 _RAMP: Pixels = np.frombuffer(PALETTE, dtype=np.uint8)[: 3 * LEVELS].reshape(-1, 3)
 _GREYS: Pixels = np.repeat(np.linspace(0, 255, LEVELS).round().astype(np.uint8)[:, None], 3, axis=1)
@@ -31,7 +31,7 @@ _GREYS: Pixels = np.repeat(np.linspace(0, 255, LEVELS).round().astype(np.uint8)[
 
 @dataclass(frozen=True)
 class Scale:
-    """What the two ends of a picture's colours stand for, and how many numbers are on no scale."""
+    """The values at the ends of the colour scale, and the number of values that are not finite."""
 
     low: float
     high: float
@@ -46,7 +46,7 @@ class Scale:
         return cls(float(low), float(high), values.size - known.size)
 
     def levels(self, values: Floats) -> NDArray[np.intp]:
-        """From 0 to LEVELS - 1; what is beyond the ends has the colour of the end."""
+        """Values as levels from 0 to LEVELS - 1, clipped at the ends."""
         span = self.high - self.low
         with np.errstate(all="ignore"):
             share = (values - self.low) / span if span > 0 else np.full(values.shape, 0.5)
@@ -54,9 +54,9 @@ class Scale:
 
 
 def painted(tiles: NDArray[Any], *, natural: bool = False) -> tuple[Pixels, Scale]:
-    """Tiles [n, height, width], or [n, height, width, 3] for colours, in a grid, all on one scale.
+    """Draws tiles in a grid on one scale: [n, height, width], or [n, height, width, 3] for RGB.
 
-    Natural ones are black to white instead of the heat map's colours.
+    `natural` draws from black to white instead of the heat map's colours. Returns the pixels and the scale.
     """
     values = tiles.astype(np.float64)
     scale = Scale.of(values)
@@ -70,7 +70,7 @@ def painted(tiles: NDArray[Any], *, natural: bool = False) -> tuple[Pixels, Scal
 
 
 def columns_of(tiles: int, tallness: float) -> int:
-    """About a third wider than tall, and as few places left empty as can be."""
+    """The number of columns: the grid is about a third wider than tall, with few empty cells."""
     ideal = round(float(np.sqrt(tiles * tallness * 1.3)))
     near = range(min(max(ideal + 2, 1), tiles), max(ideal - 3, 0), -1)
     return min(near, key=lambda columns: -tiles % columns + abs(columns - ideal) / 2)
@@ -84,8 +84,8 @@ def _grid(tiles: Pixels) -> Pixels:
     larger = tiles.repeat(zoom, axis=1).repeat(zoom, axis=2)
     tall, wide = tall * zoom, wide * zoom
     canvas = np.full((rows * (tall + GAP) - GAP, max(columns * (wide + GAP) - GAP, WIDTH - 2 * GAP), 3), 255, np.uint8)
-    for place, tile in enumerate(larger):
-        top, left = place // columns * (tall + GAP), place % columns * (wide + GAP)
+    for i, tile in enumerate(larger):
+        top, left = i // columns * (tall + GAP), i % columns * (wide + GAP)
         canvas[top : top + tall, left : left + wide] = tile
     return canvas
 
@@ -99,14 +99,14 @@ _BITS = {
     "N": "11111915131111", "I": "0E04040404040E", "a": "00000E010F110F", "n": "00001619111111", "f": "0609081C080808",
     "o": "00000E1111110E", "r": "00001619101010",
 }  # fmt: skip
-"""Letters of five by seven pixels, a row two digits: those that a range needs."""
+"""Glyphs of five by seven pixels, two hexadecimal digits per row: the characters of numbers, NaN and Inf."""
 _TALL, _LETTER, _ZOOM = 7, 6, 2
 STRIP = _TALL * _ZOOM + 10
 _LONGEST = 9 * _LETTER * _ZOOM
 
 
 def _strip(scale: Scale, width: int, ramp: Pixels) -> Pixels:
-    """The least number, the colours up to the greatest, and how many are neither."""
+    """The ends of the scale with its colours between them, and the number of values that are not finite."""
     rows = [_scale_row(scale, width, ramp)]
     if scale.wrong:
         rows.append(_empty(width))
@@ -121,8 +121,8 @@ def _scale_row(scale: Scale, width: int, ramp: Pixels) -> Pixels:
     _write(row, high, width - _length(high), INK)
     start, stop = _length(low) + 8, width - _length(high) - 8
     if stop - start >= 16:
-        places = np.linspace(0, LEVELS - 1, stop - start).round().astype(np.intp)
-        row[6 : 6 + _TALL * _ZOOM, start:stop] = ramp[places]
+        levels = np.linspace(0, LEVELS - 1, stop - start).round().astype(np.intp)
+        row[6 : 6 + _TALL * _ZOOM, start:stop] = ramp[levels]
     return row
 
 
@@ -150,7 +150,7 @@ def _write(row: Pixels, text: str, left: int, colour: Sequence[int]) -> None:
 
 
 def thumbnails_of(pictures: NDArray[Any]) -> Pixels:
-    """[n, channels, height, width] of one or three channels, or without channels, on one scale from black to white."""
+    """Images [n, channels, height, width] with 1 or 3 channels, or [n, height, width], as pixels on one scale."""
     values = (pictures if pictures.ndim == 4 else pictures[:, None]).astype(np.float64)
     levels = Scale.of(values).levels(values)
     zoom = max(1, THUMBNAIL // max(values.shape[2:]))

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from tbhooks.data.frame import Frame
 from tbhooks.data.peek_result import Output, Peeked
-from tbhooks.data.stats import LOWER, UPPER, Counts, Floats
+from tbhooks.data.stats import LOWER, MIDDLE, UPPER, Counts, Floats
 
 # One column for each number people ask for first: heading, kind, stat.
 _MODULE_COLUMNS = (
@@ -111,6 +111,12 @@ def cumulated(counts: Counts, low: float, high: float, places: Floats) -> Floats
     below = np.interp(places, ends, np.concatenate([[0], np.cumsum(counts)]))
     # A bucket may be one point, and stands at an end then: all of it is beyond the least, and below the greatest.
     return np.where(places <= low, 0.0, np.where(places >= high, counts.sum(), below))
+
+
+def bucket_label(bucket: int) -> str:
+    """The edge of a histogram bucket that is nearer to zero."""
+    edge = 0.0 if bucket == MIDDLE else LOWER[bucket] if bucket > MIDDLE else UPPER[bucket]
+    return f"{edge:.2g}"
 
 
 def trend(values: Floats, wrong: NDArray[np.bool_], width: int) -> str:

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from tbhooks.api.watch import Watch, watch
+from tbhooks.api.handle import Watch, lifecycle_of
+from tbhooks.api.watch import watch
 from tbhooks.data.errors import ArgumentError, check_integer, check_names
 
 # The framework says which model, and when a step ends.
@@ -36,16 +37,16 @@ class Trainings:
     def resume_at(self, step: int) -> None:
         """So many steps were made before, by another process or another training."""
         if self.watch is not None:
-            self.watch._continue_from(step)
+            lifecycle_of(self.watch).session.clock.count = step
 
     @property
     def is_over(self) -> bool:
-        return self.watch is None or self.watch._closed
+        return self.watch is None or lifecycle_of(self.watch).is_closed
 
     def has_stepped(self) -> bool:
         """Whether an optimizer has, since this was asked last."""
         before = self._optimizer_steps
-        self._optimizer_steps = 0 if self.watch is None else self.watch._optimizer_steps
+        self._optimizer_steps = 0 if self.watch is None else lifecycle_of(self.watch).session.clock.optimizer_steps
         return self._optimizer_steps > before
 
     def end_step(self, label: int) -> None:
@@ -55,7 +56,7 @@ class Trainings:
     def finish(self) -> None:
         """At a training's regular end: what no step came of, such as evaluations, is none."""
         if self.watch is not None and not self.is_over:
-            self.watch._forget_open_step()
+            lifecycle_of(self.watch).session.abandon()
         self.close()
 
     def close(self) -> None:

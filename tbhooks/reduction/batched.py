@@ -1,7 +1,7 @@
-"""Many small tensors of a device reduced together: a model's hundreds of biases and norms cost a handful of launches.
+"""Reduces many small tensors of a device together: hundreds of biases and norms cost a handful of launches.
 
-They are copied into the rows of one block, each padded with NaN, which count for nothing; parts.py takes the
-padding off again. What is too large to gain from it is left to rows.reduce. No sync; shapes follow from sizes.
+They are copied into the rows of one block, each padded with NaN; finalize.py subtracts the padding again. Larger
+tensors are left to torch_rows.reduce. No sync; shapes depend on sizes only.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from torch import Tensor
 
 from tbhooks.reduction import histogram, torch_rows
 
-# A tensor takes a row of the smallest of these that holds it, so that not many times its size is read.
+# The lengths of rows: a tensor takes the shortest that holds it, so that little padding is read.
 LENGTHS = (64, 512, 4096, 32768)
 # Elements of one block, padding included.
 LARGEST = 1 << 20
 
 Wanted = tuple[int, Tensor, Tensor | None, Tensor | None]
-"""For a site: a tensor, what is subtracted from it, and what it is divided by."""
+"""A site, a tensor, a tensor to subtract from it, and a scale to divide it by."""
 
 
 def fits(tensor: Tensor) -> bool:
-    """Whether it gains from company: small, dense, of an ordinary number format, and on a device."""
+    """Whether a tensor is reduced faster with others: small, dense, of an ordinary type, and on a device."""
     return (
         not tensor.is_cpu
         and 0 < tensor.numel() <= LENGTHS[-1]
@@ -31,12 +31,12 @@ def fits(tensor: Tensor) -> bool:
         and tensor.dtype in torch_rows.ORDINARY
         and not tensor.is_nested
         and not tensor.is_neg()
-        and not hasattr(tensor, "to_local")  # the parts of other ranks are not here
+        and not hasattr(tensor, "to_local")  # a DTensor
     )
 
 
 def groups(wanted: Sequence[Wanted]) -> Iterator[list[Wanted]]:
-    """Those that share a block."""
+    """The tensors that share a block."""
     alike: dict[tuple[object, ...], list[Wanted]] = {}
     for want in wanted:
         _, tensor, before, scale = want
@@ -52,7 +52,7 @@ def _length(tensor: Tensor) -> int:
 
 
 def block(group: Sequence[Wanted]) -> Tensor:
-    """One row for each of a group. Halves become float32 where their difference or quotient would be rounded."""
+    """A block with one row for each tensor. Half precision becomes float32 if something is subtracted or divided."""
     _, first, minus, scale = group[0]
     made = _copied([tensor for _, tensor, _, _ in group])
     if (minus is not None or scale is not None) and made.dtype.itemsize < 4:
@@ -63,7 +63,7 @@ def block(group: Sequence[Wanted]) -> Tensor:
 
 
 def _copied(tensors: Sequence[Tensor]) -> Tensor:
-    """NaN behind each. Two launches, and one more for every 64 or so tensors."""
+    """Copies tensors into rows padded with NaN. Two launches, and one more for about every 64 tensors."""
     flat = [torch_rows.flat(tensor.detach()) for tensor in tensors]
     made = flat[0].new_full((len(flat), _length(flat[0])), torch.nan)
     torch._foreach_copy_([row[: len(one)] for row, one in zip(made.unbind(), flat, strict=True)], flat)
@@ -71,9 +71,10 @@ def _copied(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def reduce(made: Tensor, row_type: torch.dtype) -> list[Tensor]:
-    """What parts.py makes rows of, as rows.reduce does, with moments about each row's first element.
+    """The partial results of which finalize.py makes rows, as torch_rows.reduce does, with moments about the first
+    element of each row: about zero, padding would cost the precision of numbers far from it.
 
-    Padding would else swamp the spread of numbers far from zero. Eleven launches however many rows there are.
+    Eleven launches for any number of rows.
     """
     largest, others = torch_rows.limits(made, row_type)
     inside = torch.le(made.abs(), largest)
@@ -86,5 +87,5 @@ def reduce(made: Tensor, row_type: torch.dtype) -> list[Tensor]:
 
 
 def count(made: Tensor, counts: Sequence[Tensor]) -> None:
-    """Adds the bucket counts of each row to the integers of its record. Eight launches."""
+    """Adds the bucket counts of each row to those of its record. Eight launches."""
     torch._foreach_add_(list(counts), list(histogram.of_rows(made).unbind()))

@@ -1,8 +1,8 @@
-"""Rows and buckets of CPU tensors from the C kernel (kernel.c), where the package was built with one.
+"""Reduces CPU tensors to rows and bucket counts with the C kernel (kernel.c), where the package was built with one.
 
-One read of the tensor, no temporaries, the GIL released, as many threads as torch uses itself. Without a
-compiler at build time, or on a device, the torch operations of rows.py and buckets.py serve instead, with the
-same meaning. Rows, counts and copies are given as addresses: a tensor made for each would cost more than the call.
+One read of the tensor, no temporaries, the GIL released, as many threads as torch uses. Without a compiler at build
+time, torch_rows.py and histogram.py give the same results with torch operations. Rows, counts and copies are passed as
+addresses: making a tensor for each would cost more than the call.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from torch import Tensor
 from torch.nn import Parameter
 
 LIBRARY = Path(__file__).with_name("_kernel.so")
-# Raised with the meaning of a row or a bucket: a library left over from another version is not used.
+# Incremented when a row or a bucket changes its meaning: a library left over from another version is not loaded.
 ABI = 2
 _CODES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
-# Subclasses may wrap other tensors and have no memory of their own to read.
+# Subclasses may wrap other tensors and have no memory of their own.
 _PLAIN = (Tensor, Parameter)
 
 Address = int
 NULL: Address = 0
 Job = tuple[Address, Address, Address, int, int, Address, Address]
-"""What kernel.c calls a Job: data, minus, copy, size, type, row, counts."""
+"""The struct Job of kernel.c: data, minus, copy, size, type, row, counts."""
 
 
 def _load(path: Path) -> ctypes.CDLL | None:
@@ -47,7 +47,7 @@ def _load(path: Path) -> ctypes.CDLL | None:
 
 
 def _threads_of_torch() -> Address | None:
-    """How the OpenMP library that torch has loaded runs a function in its threads; None if it is another one."""
+    """The address of GOMP_parallel in the OpenMP library that torch has loaded; None if that is another library."""
     try:
         return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p).value
     except (AttributeError, OSError, TypeError):
@@ -63,7 +63,7 @@ def name() -> str:
 
 
 def can_read(tensor: Tensor) -> bool:
-    """Whether the kernel can read this tensor's memory as it lies there."""
+    """Whether the kernel can read the memory of this tensor."""
     return (
         library is not None
         and type(tensor) in _PLAIN
@@ -72,14 +72,14 @@ def can_read(tensor: Tensor) -> bool:
         and tensor.layout is torch.strided
         and not tensor.is_nested
         and not tensor.is_neg()
-        and not tensor._is_zerotensor()  # autograd's zeros have no memory
+        and not tensor._is_zerotensor()  # zeros made by autograd have no memory
         and tensor.is_contiguous()
         and _has_memory(tensor)
     )
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    """Not if its storage was given away, as sharded training does between steps."""
+    """Not if its storage was freed, as FSDP does between steps."""
     start = tensor.storage_offset()
     if start == 0:
         return tensor.data_ptr() != 0 or tensor.numel() == 0
@@ -87,7 +87,7 @@ def _has_memory(tensor: Tensor) -> bool:
 
 
 def reduce(numbers: Tensor, row: Address, counts: Address) -> None:
-    """Writes the row of a tensor that can be read; adds its buckets to `counts`, unless that is NOWHERE."""
+    """Writes the row of a tensor for which `can_read` is true; adds its buckets to `counts`, unless that is NULL."""
     assert library is not None
     library.tbhooks_reduce(
         numbers.data_ptr(), numbers.numel(), _CODES[numbers.dtype], row, counts, torch.get_num_threads()
@@ -95,19 +95,19 @@ def reduce(numbers: Tensor, row: Address, counts: Address) -> None:
 
 
 def job(numbers: Tensor, row: Address, counts: Address, minus: Address = NULL, copy: Address = NULL) -> Job:
-    """One tensor of many for `reduce_all`: less another of its type and size, or copied while it is read."""
+    """One tensor for `reduce_all`: less another of the same type and size, or copied while it is read."""
     return numbers.data_ptr(), minus, copy, numbers.numel(), _CODES[numbers.dtype], row, counts
 
 
 def reduce_all(jobs: Sequence[Job]) -> None:
-    """Many at once: the price of a call is paid once, and threads share all of them."""
+    """Reduces many tensors in one call, shared among the threads."""
     assert library is not None
     table = np.array(jobs, dtype=np.int64)
     library.tbhooks_reduce_all(table.ctypes.data, len(jobs), torch.get_num_threads())
 
 
 def reduce_rows(matrix: Tensor, rows: Tensor, counts: Tensor | None) -> None:
-    """The same for each row of a matrix that can be read; both results have as many rows."""
+    """Reduces each row of a matrix for which `can_read` is true, into as many rows and counts."""
     size, first = matrix.size(1), job(matrix, rows.data_ptr(), NULL if counts is None else counts.data_ptr())
     data, _, _, _, code, row, count = first
     row_step = rows.size(1) * rows.itemsize
@@ -119,7 +119,7 @@ def reduce_rows(matrix: Tensor, rows: Tensor, counts: Tensor | None) -> None:
 
 
 def find_alive(numbers: Tensor, unit_dimension: int, alive: Tensor) -> None:
-    """Sets `alive`, float32, to 1 for each unit of which any number is not zero."""
+    """Sets `alive`, float32, to 1 for each unit with an element that is not zero."""
     assert library is not None
     shape = numbers.shape
     outer, inner = shape[:unit_dimension].numel(), shape[unit_dimension + 1 :].numel()

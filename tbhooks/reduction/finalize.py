@@ -1,6 +1,6 @@
-"""What a device leaves undone: the few sums that rows.reduce brings back for each record become rows here.
+"""Makes rows of the partial results that torch_rows.reduce and batched.reduce leave for each record.
 
-NumPy only, after the copy. A device would need as many launches again for arithmetic on single numbers.
+NumPy only, after the copy: a device would need as many launches again for arithmetic on single numbers.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import numpy as np
 
 from tbhooks.data import stats
 
-# How many elements are not zero; of those the finite ones; those that are not NaN. Then the smallest and the
-# largest twice, with what is not finite replaced by minus and by plus infinity; then variance and mean about zero,
-# or about the shift that follows.
+# The columns of partial results: the number of elements that are not zero; of those the finite ones; and those that are
+# not NaN. Minimum and maximum, each twice, with non-finite elements replaced by minus and by plus infinity. Variance
+# and mean about zero, or about the shift that follows.
 NOT_ZERO, FINITE, NOT_NAN, _, MIN, MAX, _, VARIANCE, MEAN, SHIFT = range(10)
 
 
 @dataclass(frozen=True)
 class Block:
-    """Records reduced together: `size` elements each, of which those past `counts` are NaN that nobody put there."""
+    """Records reduced together: `size` elements each, of which those past `counts` are padding (NaN)."""
 
     records: Sequence[int]
     counts: Sequence[int]
@@ -29,7 +29,7 @@ class Block:
 
 
 def gather(numbers: stats.Floats, blocks: Sequence[Block]) -> tuple[list[int], stats.Floats]:
-    """The records of all blocks and their rows, from their parts one block after the other."""
+    """The records of all blocks and their rows, from the partial results of one block after the other."""
     records = [record for block in blocks for record in block.records]
     counts = np.array([count for block in blocks for count in block.counts], dtype=np.float64)
     sizes = np.array([block.size for block in blocks for _ in block.records], dtype=np.float64)
@@ -46,7 +46,7 @@ def _with_shift(parts: stats.Floats) -> stats.Floats:
 
 
 def finish(parts: stats.Floats, counts: stats.Floats, sizes: stats.Floats) -> stats.Floats:
-    """The row of each column of `parts`."""
+    """One row for each column of `parts`."""
     padding = sizes - counts
     rows = stats.empty_rows(len(counts))
     rows[:, stats.COUNT] = counts
@@ -63,12 +63,12 @@ def finish(parts: stats.Floats, counts: stats.Floats, sizes: stats.Floats) -> st
 def _without_replaced(
     mean: stats.Floats, squares: stats.Floats, finite: stats.Floats, sizes: stats.Floats
 ) -> tuple[stats.Floats, stats.Floats]:
-    """Mean and centred squares of the finite elements alone: in the sums the others stand as zeros."""
+    """Mean and sum of squared deviations of the finite elements. In the partial results the others count as zeros."""
     replaced, some = sizes - finite, np.maximum(finite, 1.0)
     with np.errstate(over="ignore", invalid="ignore"):
         due_to_zeros = np.where(replaced > 0, replaced * np.square(mean) * sizes / some, 0.0)
         left = np.where(replaced > 0, squares - due_to_zeros, squares)
-        # What is left of equal numbers is rounding, and not spread.
+        # Of equal numbers only a rounding error is left.
         rounding = 64 * np.finfo(np.float64).eps * due_to_zeros
     left = np.where((finite > 0) & ~(left <= rounding), left, 0.0)
     return mean * np.where(replaced > 0, sizes / some, 1.0), left

@@ -1,8 +1,8 @@
-"""A tensor to half-octave bucket counts, on its own device.
+"""Counts the elements of a tensor in half-octave buckets, on its own device.
 
-The bucket is read off the float's bits: sign, exponent and the top bit of the mantissa are counted as they are,
-and a small table says which bucket each belongs to. No range has to be known first, so there is no extra pass
-and no sync, and edges never move.
+The bucket follows from the bits of the float: sign, exponent and the top bit of the mantissa are counted, and a small
+table maps each combination to its bucket. The range need not be known, so there is no extra pass and no sync, and
+the edges are fixed.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from torch import Tensor
 
 from tbhooks.data.stats import BUCKETS, HALF_OCTAVES, LOWEST_EXPONENT, MIDDLE
 
-# One more than the real buckets: NaN and infinities are counted there and left behind.
+# One more than the real buckets, for NaN and infinities, which is not copied to the host.
 SLOTS = BUCKETS + 1
 REJECTED = BUCKETS
 
-# (integer of the same size, bits to shift away, exponent bits). The exponent of a float16 says too little about its
-# smallest numbers, so it is widened, as all other formats are.
+# (integer of the same size, bits to shift away, exponent bits). float16 is converted to float32 first, as all other
+# types are: the exponent of its subnormal numbers says too little.
 _LAYOUT = {
     torch.float32: (torch.int32, 22, 8),
     torch.float64: (torch.int64, 51, 11),
@@ -27,7 +27,7 @@ _LAYOUT = {
 MOST = 1 << 24
 
 
-# On each device once, for each of the formats.
+# One for each type and device.
 _tables: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
 
@@ -36,7 +36,7 @@ def _table(like: Tensor) -> Tensor:
     if key not in _tables:
         with torch.inference_mode(False):
             made = _bucket_of_bits(like.dtype)
-            # On a CPU the tensor could be of a class that makes its own kind.
+            # On a CPU the tensor could be of a subclass that makes tensors of its own type.
             on_host = like.device.type == "cpu"
             _tables[key] = made if on_host else like.detach().new_empty(made.shape, dtype=made.dtype).copy_(made)
     return _tables[key]
@@ -61,7 +61,7 @@ def _bucket_of_bits(dtype: torch.dtype) -> Tensor:
 def add_counts(numbers: Tensor, out: Tensor) -> None:
     """Adds the bucket counts of a real, flat tensor to the `SLOTS` integers of `out`, in four launches.
 
-    One more for formats that are widened first. Temporaries: 4 bytes for each element, 8 if only deterministic
+    One more for types that are converted first. Temporaries: 4 bytes for each element, 8 if only deterministic
     algorithms are allowed.
     """
     wide = numbers if numbers.dtype in _LAYOUT else numbers.float()

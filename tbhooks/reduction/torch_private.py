@@ -1,4 +1,4 @@
-"""Private parts of torch, each looked up once. A torch that lacks one costs numbers, and never an exception."""
+"""Private attributes of torch, each looked up once. A torch without one costs statistics, and never an exception."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import importlib
 from typing import Any
 
 missing: dict[str, str] = {}
-"""The parts this torch does not have, and what is lost without them."""
+"""The attributes this torch does not have, and what is lost without them."""
 
 
 def look_up(name: str, instead: Any, lost: str) -> Any:
-    """What a dotted name such as "torch._C._has_storage" stands for; `instead`, noted as missing, where it is gone."""
+    """The object with a dotted name such as "torch._C._has_storage"; `instead` if there is none, which is noted."""
     module, _, attribute = name.rpartition(".")
     try:
         return getattr(_owner(module), attribute)

@@ -1,8 +1,8 @@
-"""A tensor to one row with torch operations, on its own device: no sync, no data-dependent shape, nothing kept.
+"""Reduces a tensor to one row with torch operations, on its own device: no sync, no data-dependent shape.
 
-The arithmetic is in the row's own type, float64 wherever the device has it, around the mean: a sum of squares
-in float32 would return variance 0 at mean 300, std 0.01, and overflow at 1e20. On a device a launch costs
-more than arithmetic: `reduce` makes six, and leaves to parts.py what concerns single numbers.
+The arithmetic is in the type of the row, float64 wherever the device has it, around the mean: a sum of squares in
+float32 would return variance 0 at mean 300, std 0.01, and overflow at 1e20. On a device a launch costs more than
+arithmetic: `reduce` makes six, and leaves the arithmetic on single numbers to finalize.py.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ORDINARY = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float6
 
 
 def has_no_data(tensor: Tensor) -> bool:
-    """Stand-ins that deferred initialisation, tracing, export and torch.func use instead of numbers."""
+    """Whether it is a meta, fake or wrapped tensor, as deferred initialisation, tracing, export and torch.func use."""
     return (
         tensor.is_meta
         or isinstance(tensor, _FakeTensor)
@@ -37,15 +37,15 @@ def has_no_data(tensor: Tensor) -> bool:
 
 
 def is_ordinary(tensor: Tensor) -> bool:
-    """A type and a number format for which every torch operation is there."""
+    """Whether every torch operation supports its class and its type."""
     return type(tensor) in (Tensor, Parameter) and tensor.dtype in ORDINARY
 
 
 def readable(tensor: Tensor) -> Tensor | None:
-    """The tensor's real numbers in one dimension; None where it holds none: integers, bools, quantised, nested."""
+    """The real numbers of a tensor in one dimension; None for integers, bools, quantised and nested tensors."""
     if tensor.is_nested or tensor.is_quantized or tensor.layout is not torch.strided or has_no_data(tensor):
         return None
-    if tensor._is_zerotensor():  # autograd's way to say zeros without memory
+    if tensor._is_zerotensor():  # zeros made by autograd have no memory
         tensor = torch.zeros_like(tensor)
     if tensor.is_complex():
         # In float32 the magnitude of a finite number can be infinite.
@@ -56,14 +56,14 @@ def readable(tensor: Tensor) -> Tensor | None:
 
 
 def describe(tensor: Tensor) -> str:
-    """What a tensor is, for messages about why it could not be read."""
+    """Describes a tensor, for messages about why it could not be read."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     if has_no_data(tensor):
         return f"{dtype} tensor without data"
     if tensor.is_nested:
         return f"nested {dtype} tensor"
     if any(placement.is_partial() for placement in getattr(tensor, "placements", ())):
-        return f"{dtype} tensor whose summands are on several ranks"
+        return f"{dtype} tensor with partial placements"
     if type(tensor) not in (Tensor, Parameter):
         return f"{type(tensor).__name__} of {dtype}"
     return f"{dtype} tensor" if tensor.layout is torch.strided else f"{dtype} tensor of layout {tensor.layout}"
@@ -77,7 +77,7 @@ def flat(tensor: Tensor) -> Tensor:
 
 
 def difference(after: Tensor, before: Tensor) -> Tensor:
-    """In half precision the difference itself would be rounded, so it is taken in float32; `before` is overwritten."""
+    """`after - before`; half precision is subtracted in float32, which rounds less. `before` may be overwritten."""
     if after.dtype.itemsize < 4:
         return after.float() - before.float()
     return torch.sub(after, before, out=before)
@@ -108,12 +108,12 @@ def write_row(numbers: Tensor, out: Tensor) -> None:
     torch.stack([column.to(out.dtype) for column in columns], out=out)
 
 
-# For each type and device, as `limits` says.
+# The results of `limits`.
 _constants: dict[tuple[torch.dtype, torch.dtype, torch.device, int], tuple[Tensor, Tensor]] = {}
 
 
 def reduce(numbers: Tensor, row_type: torch.dtype) -> list[Tensor]:
-    """What parts.py makes a row of, in six launches; along the last dimension, if there are several.
+    """The partial results of which finalize.py makes a row, along the last dimension, in six launches.
 
     Temporaries: the type's own size and 4 * (1 + row_type.itemsize) bytes for each element.
     """
@@ -125,7 +125,7 @@ def reduce(numbers: Tensor, row_type: torch.dtype) -> list[Tensor]:
 
 
 def limits(like: Tensor, row_type: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Up to where an element counts in each of the four masks, and what stands for it if it does not."""
+    """The largest absolute value that counts in each of the four masks, and what replaces larger ones and NaN."""
     key = (like.dtype, row_type, like.device, like.dim())
     if key not in _constants:
         with torch.inference_mode(False):

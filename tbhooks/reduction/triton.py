@@ -1,12 +1,12 @@
-"""Rows and buckets of CUDA tensors in two launches and one read, where Triton is installed.
+"""Reduces CUDA tensors to rows and bucket counts in two launches and one read, where Triton is installed.
 
-Each program reads stretches of the tensor and leaves one partial row, with moments about the mean of each
-stretch; a second launch of a single program merges them. All sums over elements are float32: of at most STRETCH
+Each program reads blocks (STRETCH elements) of the tensor and writes one partial row, with moments about the mean of
+each block; a second launch of a single program merges them. All sums over elements are float32, of at most STRETCH
 numbers that are centred and scaled, so that neither a large mean nor a large exponent costs accuracy. float64 is
-used for a few numbers of each stretch only.
+used for a few numbers of each block only.
 
-The logic is tested with Triton's interpreter. That the kernels compile, what they cost, and that two streams may use
-them at once, only a GPU can prove.
+The logic is tested with Triton's interpreter. That the kernels compile, how long they take, and that two streams may
+use them at once, can only be tested on a GPU.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from tbhooks.data import stats
 
 TYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 STRETCH = 4096
-# Enough for every multiprocessor there is to have several, few enough for one program to merge.
+# Several for each multiprocessor of any GPU, and few enough for one program to merge.
 MOST_PROGRAMS = 1024
 
 _lock = threading.Lock()
 _kernels: Any = None
 failure = ""
-"""Why torch operations serve although Triton is there: what it said when it first failed."""
+"""The first exception of Triton. From then on torch operations are used."""
 proven = False
-"""Whether it has worked in this process."""
+"""Whether the kernels have run in this process."""
 
 
 def can_read(tensor: Tensor) -> bool:
-    """Whether these kernels take it: CUDA, an ordinary format that is not float64, contiguous."""
+    """Whether these kernels can reduce it: CUDA, float32 or half precision, contiguous."""
     return (
         tensor.is_cuda
         and tensor.dtype in TYPES
@@ -48,13 +48,13 @@ def can_read(tensor: Tensor) -> bool:
 
 
 def takes(tensor: Tensor) -> bool:
-    """Whether they can be relied on for all of it at once, where torch operations would need parts."""
+    """Whether the whole tensor can be reduced at once, which torch operations do in parts."""
     return proven and can_read(tensor)
 
 
 @cache
 def is_installed() -> bool:
-    """Torch brings it along on Linux with CUDA."""
+    """Triton is a dependency of torch on Linux with CUDA."""
     return importlib.util.find_spec("triton") is not None
 
 
@@ -66,7 +66,7 @@ def name() -> str:
 
 
 def reduce(numbers: Tensor, row: Tensor, counts: Tensor | None) -> bool:
-    """Writes the row and the buckets of a fresh record; False if that failed, now or before, and nothing was done.
+    """Writes the row and the buckets of an unused record. Returns False if that failed, now or before.
 
     The first call compiles, which takes seconds; what it raises is kept in `failure` and never raised again.
     """

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""The code of triton_rows, which imports this only on CUDA. Triton reads it; Python never runs it but to interpret it.
+"""The kernels of triton.py, which imports this only on CUDA. Triton compiles or interprets them.
 
 Moments are merged by Chan's rule, as stats.merge does. Nothing here allocates, waits or decides from data.
 """
@@ -29,7 +29,7 @@ INFINITY = tl.constexpr(float("inf"))
 
 @triton.jit
 def _bucket(bits):
-    """Of a float32, from its bits, as buckets.py has it."""
+    """The bucket of a float32, from its bits, as in histogram.py."""
     leading = (bits >> 22) & 511
     above = tl.minimum(tl.maximum(leading - LOWEST_BITS, 0), HALF_OCTAVES)
     bucket = tl.where(bits < 0, MIDDLE - above, MIDDLE + above)
@@ -39,7 +39,7 @@ def _bucket(bits):
 @triton.jit
 def _widened(x):
     """To float32, exactly."""
-    if x.dtype == tl.bfloat16:  # by its bits, which keeps the smallest numbers whatever becomes of them elsewhere
+    if x.dtype == tl.bfloat16:  # by its bits, which keeps subnormal numbers
         return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:  # noqa: RET505 - of the two branches only one is compiled
         return x.to(tl.float32)
@@ -47,7 +47,7 @@ def _widened(x):
 
 @triton.jit
 def _exact_sum(x):
-    """Of at most 4096 numbers below 2, in three sums of float32, of which the first two round nothing."""
+    """The sum of at most 4096 numbers below 2, in three sums of float32, of which the first two are exact."""
     coarse = (x + 6144.0) - 6144.0  # to multiples of 2**-11
     rest = x - coarse
     fine = (rest + 1.5) - 1.5  # to multiples of 2**-23
@@ -56,7 +56,7 @@ def _exact_sum(x):
 
 @triton.jit
 def _moments(x, finite, n, largest):
-    """Mean and centred squares of a stretch, in float64, from sums in float32 of numbers below 2."""
+    """Mean and sum of squared deviations of a block, in float64, from sums in float32 of numbers below 2."""
     exponent = tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 1)
     # A power of two, so nothing is rounded; in two steps, because its exponent may not fit in one.
     once = tl.where(exponent > 191, DOWN, 1.0)
@@ -110,21 +110,21 @@ def partial_rows(numbers, size, partial, counts, each, STRETCH: tl.constexpr, WI
         nans += tl.sum((inside & ~(tl.abs(x) <= INFINITY)).to(tl.int32))
         infs += tl.sum((inside & (tl.abs(x) == INFINITY)).to(tl.int32))
         if WITH_BUCKETS:
-            # What is not there goes into a slot that is not there either.
+            # Elements past the end are counted in a slot that is not written.
             bucket = tl.where(inside, _bucket(x.to(tl.int32, bitcast=True)), TABLE - 1)
             found += tl.histogram(bucket, TABLE)
     if WITH_BUCKETS:
         slot = tl.arange(0, TABLE)
         tl.atomic_add(counts + slot, found, mask=(slot < SLOTS) & (found > 0), sem="relaxed")
-    here = partial + program * 8
-    tl.store(here, n)
-    tl.store(here + 1, mean)
-    tl.store(here + 2, m2)
-    tl.store(here + 3, low.to(tl.float64))
-    tl.store(here + 4, high.to(tl.float64))
-    tl.store(here + 5, zeros.to(tl.float64))
-    tl.store(here + 6, nans.to(tl.float64))
-    tl.store(here + 7, infs.to(tl.float64))
+    out = partial + program * 8
+    tl.store(out, n)
+    tl.store(out + 1, mean)
+    tl.store(out + 2, m2)
+    tl.store(out + 3, low.to(tl.float64))
+    tl.store(out + 4, high.to(tl.float64))
+    tl.store(out + 5, zeros.to(tl.float64))
+    tl.store(out + 6, nans.to(tl.float64))
+    tl.store(out + 7, infs.to(tl.float64))
 
 
 @triton.jit(do_not_specialize=["programs"])

@@ -56,7 +56,7 @@ class RuleEngine:
             self._widespread = {f.rule: self._key(f) for f in findings if f.evidence.get("others")}
         if findings:
             frame = replace(frame, findings=tuple(findings))
-            self._history.judged(frame)
+            self._history.replace_newest(frame)
         return frame
 
     def _track(self, finding: Finding) -> Finding:

@@ -1,6 +1,7 @@
 """How runs, frames and findings are shown: in notebooks, as figures, live, and as reports.
 
-`display` is the one function that lower layers call, for objects that show themselves in a notebook.
+Objects of lower layers that show themselves, such as a `Frame` in a notebook, call `display`. It is the only function
+of this package that they call, and it imports a view when it is first shown.
 """
 
 from __future__ import annotations
@@ -9,26 +10,29 @@ import importlib
 import operator
 from typing import Any
 
-# What an object may ask for, and the function that makes it.
+# View: the module below `tbhooks.views` and the function in it.
 _VIEWS = {
-    "compare": "notebook.compare:compare",
-    "dataframe": "notebook.dataframe:of_frames",
-    "figure": "figures:frame_figure",
+    # MIME bundles for `_repr_mimebundle_`
     "findings": "notebook:findings_bundle",
     "frame": "notebook:frame_bundle",
-    "frame_text": "notebook.frame_table:as_text",
-    "heatmap": "figures:heat_map",
     "history": "notebook:history_bundle",
-    "image_grid": "figures:image_grid",
-    "live": "live:Live.start",
-    "ridgeline": "figures.ridgeline:ridgeline",
     "summary": "notebook:summary_bundle",
     "watch": "notebook:watch_bundle",
+    # matplotlib figures
+    "figure": "figures:frame_figure",
+    "heatmap": "figures:heat_map",
+    "image_grid": "figures:image_grid",
+    "ridgeline": "figures.ridgeline:ridgeline",
+    # other objects
+    "compare": "notebook.compare:compare",
+    "dataframe": "notebook.dataframe:to_dataframe",
+    "frame_text": "notebook.frame_table:as_text",
+    "live": "live:Live.start",
 }
 
 
 def display(view: str, *arguments: Any, **options: Any) -> Any:
-    """Imports the named view and returns what its function returns for these arguments."""
+    """Imports the named view, calls its function with these arguments, and returns the result."""
     module, _, function = _VIEWS[view].partition(":")
-    make = operator.attrgetter(function)(importlib.import_module(f"tbhooks.views.{module}"))
-    return make(*arguments, **options)
+    render = operator.attrgetter(function)(importlib.import_module(f"tbhooks.views.{module}"))
+    return render(*arguments, **options)

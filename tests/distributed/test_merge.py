@@ -101,7 +101,7 @@ def test_a_parameter_of_which_a_piece_is_missing_is_not_shown_and_that_is_told()
     assert list(merged.table.sites) == [ACTIVATION]
     assert len(merged.spreads) == 1
     assert not merged.is_whole
-    assert "pieces of weights are missing" in merged.notes[0]
+    assert "shards of weights are missing" in merged.notes[0]
     check(merged.table, ACTIVATION, outputs)
 
 
@@ -202,7 +202,7 @@ def test_a_name_that_has_to_wait_for_room_comes_later() -> None:
 
 
 def test_bytes_of_something_else_are_refused() -> None:
-    with pytest.raises(ValueError, match="not what a watch of this version sends"):
+    with pytest.raises(ValueError, match="another version of tbhooks"):
         Reader().read(b"\1" * 200)
 
 

@@ -165,7 +165,7 @@ def test_toggling_is_two_graphs_over_fifty_steps_and_the_unlogged_one_is_node_fo
 
 
 def is_read(graph: list[tuple[str, str]]) -> bool:
-    return any("tbhooks" in target or "show" in target or "with_effects" in target for _, target in graph)
+    return any("tbhooks" in target or "observe" in target or "with_effects" in target for _, target in graph)
 
 
 # --- The zoo --------------------------------------------------------------------------------------

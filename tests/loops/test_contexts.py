@@ -273,7 +273,7 @@ def test_a_call_that_goes_round_the_hooks_is_said_and_its_parameters_are_watched
 
     case = built(lambda model: model.insert(2, Bypassing(16, 16)) and None)
     watching = assert_right_and_unchanged(case)
-    assert watching.stats.unseen == {"2": "never called as a module; its parameters are watched all the same"}
+    assert watching.stats.unseen == {"2": "forward() never called; its parameters are watched all the same"}
     assert ("2.weight", "update") in watching.latest
 
 

@@ -172,14 +172,14 @@ def test_what_cannot_be_done_is_refused_and_leaves_the_watch_as_it_was(tmp_path:
         with pytest.raises(ArgumentError, match=r"evaluation\(\) without a writer"):
             run.watcher.evaluation(again)
     for bad in (3, object(), MemorySink, [None]):
-        with pytest.raises(ArgumentError, match="writer is a SummaryWriter"):
+        with pytest.raises(ArgumentError, match="writer must be a SummaryWriter"):
             run.watcher.evaluation(bad)
     training, evaluations = closed(run.do("tet"))
     assert (steps_of(training), evaluations) == ([0, 1], [])
     with pytest.raises(ClosedError):
         run.watcher.evaluation()
     for kinds in (("gradient",), ("weight", "update"), "weight_gradient"):
-        with pytest.raises(ArgumentError, match="an evaluation shows activation, input, functional"):
+        with pytest.raises(ArgumentError, match="evaluation passes have activation, input, functional"):
             tbhooks.watch(evaluation_runs.Net(), kinds=kinds).evaluation()
 
 

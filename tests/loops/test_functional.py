@@ -150,7 +150,7 @@ def test_weights_that_are_used_functionally_are_watched_as_parameters(name: str,
         norm = np.sqrt(np.square(expected[f"{path}.weight", kind]).sum())
         assert watching.latest[f"{path}.weight", kind].norm == pytest.approx(norm, rel=1e-5)
     assert (path, "activation") not in watching.latest
-    assert "never called as a module" in watching.stats.unseen[path]
+    assert "forward() never called" in watching.stats.unseen[path]
 
 
 # -- when, and of what ------------------------------------------------------------------------------

@@ -428,7 +428,7 @@ def only_the_first_reads(rank: int) -> Any:
     """As where there are very many ranks."""
     from tbhooks.distributed import topology as ranks
 
-    ranks.MOST_FOR_EVERYONE = 0
+    ranks.MOST_FOR_ALL_GATHER = 0
     w, _model = _quick(rank, 5)
     return [frame["up", "activation"].count for frame in w.history], *told(rank, w)
 

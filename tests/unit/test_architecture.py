@@ -43,7 +43,7 @@ WITHOUT_TORCH = ("data", "drawing", "rules", "sinks", "delivery", "runs", "views
 UPWARD = ("views", "display")
 HOOKS = {"register_forward_hook", "register_forward_pre_hook", "register_hook"}
 WAITS_FOR_THE_DEVICE = {"item", "cpu", "tolist", "numpy"}
-READS_TENSORS_OF_THE_CPU_ONLY = {"capture.step.manual_updates"}
+READS_TENSORS_OF_THE_CPU_ONLY = {"capture.step.manual_updates", "collectors.embeddings"}  # the latter NumPy labels
 NEVER_IMPORTED_BY_DEFAULT = (
     "tensorboardX",
     "sklearn",
@@ -236,6 +236,72 @@ def test_only_commands_print(name: str) -> None:
     if layer(name) != "cli":
         calls = (node.func for node in ast.walk(tree(name)) if isinstance(node, ast.Call))
         assert "print" not in {function.id for function in calls if isinstance(function, ast.Name)}
+
+
+# Whose attributes nobody else may change. Of the standard library only what patches would be made in.
+STANDARD = sys.stdlib_module_names - {"copyreg", "builtins"}
+
+
+def names_of_others(code: ast.Module) -> set[str]:
+    """What modules, classes and functions of other packages are called in a module."""
+    found = set()
+    for node in ast.walk(code):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                package = alias.name.split(".")[0]
+                if package not in STANDARD and package != "tbhooks":
+                    found.add(alias.asname or package)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] not in {*STANDARD, "tbhooks"}:
+            found |= {alias.asname or alias.name for alias in node.names}
+    return found
+
+
+def is_of_others(node: ast.expr, others: set[str]) -> bool:
+    """Whether it is an attribute or an item of something of another package, or of a module in sys.modules."""
+    while isinstance(node, ast.Attribute | ast.Subscript):
+        node = node.value
+        if ast.unparse(node).startswith("sys.modules["):
+            return True
+    return isinstance(node, ast.Name) and node.id in others
+
+
+def changed_in_other_packages(code: ast.Module) -> list[str]:
+    """The assignments, deletions and calls of setattr and delattr that would patch another package."""
+    others, found = names_of_others(code), []
+    for node in ast.walk(code):
+        targets: list[ast.expr] = []
+        if isinstance(node, ast.Assign | ast.Delete):
+            targets = [part for target in node.targets for part in getattr(target, "elts", [target])]
+        elif isinstance(node, ast.AugAssign | ast.AnnAssign):
+            targets = [node.target]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("setattr", "delattr"):
+            found += [ast.unparse(node)] * (is_of_others(node.args[0], others))
+        inside = (target for target in targets if isinstance(target, ast.Attribute | ast.Subscript))
+        found += [ast.unparse(node) for target in inside if is_of_others(target, others)]
+    return found
+
+
+@every_module
+def test_other_packages_are_patched_in_one_place(name: str) -> None:
+    if name != "data.patching":
+        assert not packages(anywhere(name)) & {"wrapt", "copyreg"}
+        assert not changed_in_other_packages(tree(name))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import torch\ntorch.compile = None",
+        "import torch.nn as nn\nnn.Module.forward, x = None, 1",
+        "from torch import distributed\nsetattr(distributed, 'destroy_process_group', None)",
+        "from torch.amp import GradScaler\ndef f():\n    del GradScaler.step",
+        "import copyreg\ncopyreg.dispatch_table[dict] = None",
+        "import sys\nsys.modules['torch'].compile = None",
+        "def f():\n    from tensorboard.summary.writer import record_writer as r\n    r.masked_crc32c = None",
+    ],
+)
+def test_a_patch_anywhere_else_would_be_noticed(line: str) -> None:
+    assert changed_in_other_packages(ast.parse(line))
 
 
 # --- The tests themselves ---------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What attention looks like inside: the logits it is given, and the entropy of the weights it makes of them.
+"""Statistics of attention: its logits, and the entropy of its weights.
 
 Computed beside the operation, detached and in float32 at least, in parts of bounded size. Reads tensors only;
 never waits for the device.
@@ -16,59 +16,59 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 Inside = Iterator[tuple[str, Tensor]]
-LookInside = Callable[[tuple[Any, ...], dict[str, Any], Tensor], Inside]
+Compute = Callable[[tuple[Any, ...], dict[str, Any], Tensor], Inside]
 
-# Attention is looked at in parts whose temporaries have at most so many elements, or one query's.
+# Logits are computed in parts of at most this many elements, or of one query.
 MOST_LOGITS = 1 << 22
 # The logarithm of about the smallest normal float32. Below it `exp` takes a hundred times as long on a CPU.
 FAINTEST = -87.0
-# What weights as faint as that may add up to.
+# The entropy that weights as small as that may add up to.
 NO_ENTROPY = 1e-25
-# Of weights to look at, so many heads of one sample, and of long sequences some of the queries.
+# Collected weights: this many heads of one sample, and some of the queries of long sequences.
 MOST_HEADS, MOST_QUERIES = 16, 128
 
 
 def inside_softmax(args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Inside:
-    """The whole input, and the entropy of each distribution."""
+    """The logits, and the entropy of each distribution."""
     logits: Tensor = args[0] if args else kwargs["input"]
     if logits is result or not (logits.is_floating_point() and result.is_floating_point()):
         return
     yield "logits", logits
     dim = args[1] if len(args) > 1 else kwargs.get("dim")
     if dim is None:
-        dim = 0 if logits.dim() in (0, 1, 3) else 1  # what softmax takes, with a warning
+        dim = 0 if logits.dim() in (0, 1, 3) else 1  # softmax's own default
     yield "entropy", _entropies(logits, dim)
 
 
 def inside_attention(args: tuple[Any, ...], kwargs: dict[str, Any], _result: Tensor) -> Inside:
-    """Of each query the largest logit over the keys, not all of them, and the entropy of its weights."""
-    asked = _asked(args, kwargs)
-    if asked is None:
+    """The largest logit of each query, and the entropy of its weights."""
+    call = _parse(args, kwargs)
+    if call is None:
         return
-    with torch.no_grad(), torch.autocast(asked.query.device.type, enabled=False):
-        found = _per_query(*asked.tensors, asked.scale, asked.causal)
+    with torch.no_grad(), torch.autocast(call.query.device.type, enabled=False):
+        found = _per_query(*call.tensors, call.scale, call.causal)
     for part, numbers in zip(("logits", "entropy"), found, strict=True):
-        yield part, numbers.flatten(-3, -2) if asked.grouped else numbers
+        yield part, numbers.flatten(-3, -2) if call.grouped else numbers
 
 
 def first_weights(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """What `scaled_dot_product_attention` weighs the values of its first sample by: [heads, some queries, keys]."""
-    asked = _asked(args, kwargs)
-    if asked is None:
+    """The attention weights of the first sample of `scaled_dot_product_attention`: [heads, some queries, keys]."""
+    call = _parse(args, kwargs)
+    if call is None:
         return None
-    heads = 2 if asked.grouped else 1
-    query, key, mask = (_first_heads(tensor, heads) for tensor in asked.tensors)
+    heads = 2 if call.grouped else 1
+    query, key, mask = (_first_heads(tensor, heads) for tensor in call.tensors)
     assert query is not None
     assert key is not None
     rows = torch.arange(0, query.size(-2), -(-query.size(-2) // MOST_QUERIES), device=key.device)
     with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
-        logits = torch.matmul(_at(query, rows).float() * asked.scale, key.float().transpose(-2, -1))
-        masked = _masked(logits, rows if asked.causal else None, None if mask is None else _at(mask, rows))
+        logits = torch.matmul(_at(query, rows).float() * call.scale, key.float().transpose(-2, -1))
+        masked = _masked(logits, rows if call.causal else None, None if mask is None else _at(mask, rows))
         return torch.softmax(masked, -1)
 
 
 def _at(tensor: Tensor, rows: Tensor) -> Tensor:
-    """Those rows: evenly spaced, so that they are found without looking at their numbers."""
+    """The rows with these indices, which are evenly spaced: they are not read, so nothing waits for the device."""
     return tensor[..., :: -(-tensor.size(-2) // len(rows)), :]
 
 
@@ -80,8 +80,8 @@ def _first_heads(tensor: Tensor | None, head_dimensions: int) -> Tensor | None:
     return tensor.reshape(-1, *tensor.shape[-2:])[:MOST_HEADS]
 
 
-class _Asked(NamedTuple):
-    """An attention as it was called, query, key and mask of one shape in front."""
+class _Attention(NamedTuple):
+    """The arguments of an attention, with query, key and mask broadcast to the same leading dimensions."""
 
     query: Tensor
     key: Tensor
@@ -95,7 +95,7 @@ class _Asked(NamedTuple):
         return self.query, self.key, self.mask
 
 
-def _asked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Asked | None:
+def _parse(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Attention | None:
     """None where there is nothing to attend to."""
     given = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False)) | kwargs
     query, key, mask = given["query"], given["key"], given.get("attn_mask")
@@ -106,10 +106,10 @@ def _asked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Asked | None:
     grouped = given.get("enable_gqa", False) and query.size(-3) != key.size(-3)
     if grouped:
         query, key, mask = _by_group(query, key, mask)
-    return _Asked(*_of_one_shape(query, key, mask), scale, given.get("is_causal", False), grouped)
+    return _Attention(*_of_one_shape(query, key, mask), scale, given.get("is_causal", False), grouped)
 
 
-INSIDE: dict[str, LookInside] = {"softmax": inside_softmax, "scaled_dot_product_attention": inside_attention}
+INSIDE: dict[str, Compute] = {"softmax": inside_softmax, "scaled_dot_product_attention": inside_attention}
 
 
 @torch.no_grad()

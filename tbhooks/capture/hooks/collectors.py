@@ -1,7 +1,7 @@
-"""Who looks on while logged steps run, besides the statistics: one file each. Asked for by a call on the watch.
+"""Collectors read tensors of logged steps besides the statistics: images, channels, the graph and others.
 
-An onlooker looks at tensors in the training thread, without waiting for the device; what it wants to show rides
-in the step's one copy and is made in the background. Where nobody looks on, nothing is done.
+A collector is called with tensors in the training thread and never waits for the device. What it collects is copied to
+the host with the step, and made into artifacts in the background. Without collectors nothing is done.
 """
 
 from __future__ import annotations
@@ -19,44 +19,44 @@ from tbhooks.data.self_report import Report
 
 
 class Collector(Protocol):
-    """Looks at what runs in logged steps. What it raises ends its looking, and nothing else."""
+    """Is called with tensors of logged steps. A collector that raises is called no more; nothing else changes."""
 
     def wants(self, path: str, module: nn.Module) -> bool:
-        """Whether the outputs of this module are to be shown to it."""
+        """Whether it wants the outputs of this module."""
 
     def wants_inputs(self, path: str, module: nn.Module) -> bool:
-        """Whether its inputs are."""
+        """Whether it wants the inputs of this module."""
 
     def begin(self) -> None:
-        """A logged step begins, or begins anew: what was seen before is not of it."""
+        """A logged step begins, or begins again: what was collected before is not part of it."""
 
-    def saw(self, path: str, kind: str, index: str, tensor: Tensor) -> None:
-        """A tensor it wanted, of kind "activation", "input" or "functional", as it is now. Not to be kept."""
+    def on_tensor(self, path: str, kind: str, index: str, tensor: Tensor) -> None:
+        """Called with a tensor of kind "activation", "input" or "functional". The tensor must not be kept."""
 
     def end(self, recorder: Recorder) -> None:
-        """The step has ended: what is to be shown of it goes into the recorder."""
+        """The step has ended: what was collected goes into the recorder."""
 
     def forget(self) -> None:
-        """The step did not happen, or is given up."""
+        """The step did not happen, or is abandoned."""
 
 
 @runtime_checkable
 class HasHooks(Protocol):
-    """One that puts hooks of its own on modules; they come and go with those of the watch."""
+    """A collector with hooks of its own, which are attached and detached with those of the watch."""
 
     def attach(self, modules: Mapping[str, nn.Module]) -> None:
-        """What runs from now on may be looked at. Called again and again."""
+        """Attaches its hooks to the modules. Called any number of times."""
 
     def detach(self) -> None:
-        """Nothing may be, and no hook be left."""
+        """Leaves no hook of its own on any module."""
 
 
 class Collectors:
-    """All of one watch; each is kept from harming training and the others."""
+    """All collectors of one watch. An exception in one reaches neither training nor the others."""
 
     def __init__(self, report: Report) -> None:
         self.subscription_version = 0
-        """A number that changes with what they want."""
+        """Changes whenever a collector wants other modules than before."""
         self._report = report
         self._all: tuple[Collector, ...] = ()
 
@@ -65,10 +65,10 @@ class Collectors:
 
     def add(self, collector: Collector) -> None:
         self._all = (*self._all, collector)
-        self.change_wishes()
+        self.change_subscription()
 
-    def change_wishes(self) -> None:
-        """Somebody wants more, or less, than when hooks were put on."""
+    def change_subscription(self) -> None:
+        """A collector wants other modules than when hooks were attached."""
         self.subscription_version += 1
 
     def attach(self, modules: Mapping[str, nn.Module]) -> None:
@@ -84,7 +84,7 @@ class Collectors:
                     collector.detach()
 
     def wants(self, path: str, module: nn.Module) -> bool:
-        """Everybody is asked, and may remember what it wants: all are shown what anybody does."""
+        """Asks every collector, even after one has said yes: each may keep what it wants."""
         wanted = False
         for collector in self._all:
             with self._guarded(collector):  # patterns may be calls of the user's
@@ -103,10 +103,10 @@ class Collectors:
             with self._guarded(collector):
                 collector.begin()
 
-    def saw(self, path: str, kind: str, index: str, tensor: Tensor) -> None:
+    def on_tensor(self, path: str, kind: str, index: str, tensor: Tensor) -> None:
         for collector in self._all:
             with self._guarded(collector):
-                collector.saw(path, kind, index, tensor)
+                collector.on_tensor(path, kind, index, tensor)
 
     def end(self, recorder: Recorder) -> None:
         for collector in self._all:
@@ -120,7 +120,7 @@ class Collectors:
 
     @contextlib.contextmanager
     def _guarded(self, collector: Collector) -> Iterator[None]:
-        """One that failed is not asked again."""
+        """Removes a collector that fails."""
         try:
             yield
         except Exception as problem:
@@ -132,13 +132,13 @@ class Collectors:
 
 
 def guarded(make: ArtifactBuilder, report: Report, where: str) -> ArtifactBuilder:
-    """In the background: an exhibit that cannot be made must not cost the frame it goes with."""
+    """An artifact that cannot be made in the background is reported, and does not cost the logged step."""
 
-    def made(read: Read) -> Iterable[Artifact]:
+    def build(read: Read) -> Iterable[Artifact]:
         try:
             return tuple(make(read))
         except Exception as problem:
             report.error(where, problem)
             return ()
 
-    return made
+    return build

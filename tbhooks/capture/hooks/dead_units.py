@@ -1,7 +1,7 @@
-"""Dead units: those of a ReLU's output that were zero for every sample of a step.
+"""Dead units: units of a ReLU's output that were zero for every sample of a step.
 
-Kept as one vector a site on the device, over all calls of the step, and summed up in one number that rides
-in the step's copy. No sync; which shapes are counted is decided from sizes alone.
+One vector per site stays on the device over all calls of the step. Its share of dead units is copied to the host with
+the step. No sync; which dimensions hold units is decided from shapes alone.
 """
 
 from __future__ import annotations
@@ -14,47 +14,47 @@ from torch import Tensor, nn
 from tbhooks.capture.recorder import Recorder
 from tbhooks.reduction import cpu
 
-# Their outputs are never negative, so that the largest value tells whether there was any.
+# Their outputs are never negative: a unit is dead if its largest output is 0.
 RECTIFIERS = (nn.ReLU, nn.ReLU6)
 # The same operations as the functional kind names them.
 RECTIFIED = (":relu", ":relu6")
-# A healthy unit is silent for half of the samples: with this many, silence has a reason.
+# A normal unit is zero for about half of the samples: for this many it is not zero by chance.
 FEWEST_SAMPLES = 32
 DEAD_FRACTION = "dead_fraction"
 
 
 @dataclass
 class _Peaks:
-    """The largest output of each unit so far, and of how many samples."""
+    """The largest output of each unit, and the number of samples so far."""
 
     largest: Tensor
     samples: int
 
 
-class Units:
-    """The rectified outputs of one step."""
+class DeadUnits:
+    """Counts the dead units of all ReLU outputs of one step."""
 
     def __init__(self) -> None:
-        self._seen: dict[str, dict[int, _Peaks]] = {}
+        self._peaks: dict[str, dict[int, _Peaks]] = {}
 
-    def see(self, name: str, output: Tensor) -> None:
-        """`name` is the site's: `activation` or `functional`, and the path."""
+    def add(self, name: str, output: Tensor) -> None:
+        """Adds one call's output. `name` is that of the site: `activation/<path>` or `functional/<path>`."""
         if not output.is_floating_point() or output.layout is not torch.strided or output.numel() == 0:
             return
-        known = self._seen.setdefault(name, {})
+        known = self._peaks.setdefault(name, {})
         by_kernel = cpu.can_read(output)
         for dim in _unit_dimensions(output):
             before = known.get(dim)
-            if before is not None and not _goes_on(before.largest, output, dim):
+            if before is not None and not _has_same_units(before.largest, output, dim):
                 before = None
             largest = (_alive if by_kernel else _largest)(output.detach(), dim, before.largest if before else None)
             samples = output.numel() // output.size(dim)
             known[dim] = _Peaks(largest, samples + (before.samples if before else 0))
 
     def log(self, recorder: Recorder) -> None:
-        """The share of dead units of each site, and forgets them."""
+        """Records the share of dead units of each site, and forgets them."""
         alike: dict[tuple[int, torch.device], list[tuple[str, Tensor]]] = {}
-        for name, by_dimension in self._seen.items():
+        for name, by_dimension in self._peaks.items():
             kind, _, path = name.partition("/")
             tag = f"{kind}.{DEAD_FRACTION}/{path}"
             peaks = [peaks.largest for peaks in by_dimension.values() if peaks.samples >= FEWEST_SAMPLES]
@@ -67,7 +67,7 @@ class Units:
         self.forget()
 
     def forget(self) -> None:
-        self._seen = {}
+        self._peaks = {}
 
 
 def _dead_share(largest: Tensor) -> Tensor:
@@ -75,17 +75,17 @@ def _dead_share(largest: Tensor) -> Tensor:
 
 
 def _unit_dimensions(output: Tensor) -> tuple[int, ...]:
-    """Where the units are: after the batch for images, last for vectors; sequences come either way."""
+    """The dimensions that may hold units: after the batch for images, last for vectors, both for sequences."""
     return {0: (), 1: (0,), 2: (1,), 3: (1, 2)}.get(output.dim(), (1,))
 
 
-def _goes_on(known: Tensor, output: Tensor, dim: int) -> bool:
-    """Whether they are the units of one output: a shared ReLU may be called on others, and on other devices."""
+def _has_same_units(known: Tensor, output: Tensor, dim: int) -> bool:
+    """A shared ReLU may be called on outputs of other widths, and on other devices."""
     return len(known) == output.size(dim) and known.device == output.device
 
 
 def _largest(output: Tensor, dim: int, before: Tensor | None) -> Tensor:
-    """Over everything but the units; the innermost dimensions first, which lie together in memory."""
+    """The largest output of each unit. Innermost dimensions first, which lie together in memory."""
     inner = tuple(range(dim + 1, output.dim()))
     if inner:
         output = output.amax(inner)
@@ -95,7 +95,7 @@ def _largest(output: Tensor, dim: int, before: Tensor | None) -> Tensor:
 
 
 def _alive(output: Tensor, dim: int, before: Tensor | None) -> Tensor:
-    """1 for a unit with anything but zeros, which takes no more than a glance at most of them."""
+    """1 for each unit with an output that is not 0; the kernel stops reading a unit at its first."""
     alive = torch.zeros(output.size(dim), dtype=torch.float32, device="cpu") if before is None else before.float()
     cpu.find_alive(output, dim, alive)
     return alive

@@ -22,7 +22,7 @@ from tbhooks.capture.autograd import in_backward, is_traced
 from tbhooks.capture.dynamo import CompileGate, dynamo_skip
 from tbhooks.capture.hooks.hook_types import call_new_pre_hooks
 from tbhooks.capture.hooks.manager import hook_root
-from tbhooks.capture.hooks.unpicklable import Unkept
+from tbhooks.capture.hooks.unpicklable import UnpicklableHook
 from tbhooks.data.self_report import Report
 from tbhooks.reduction.torch_rows import has_no_data
 
@@ -126,7 +126,7 @@ class ForwardEvent:
                     each.callback(model, count)
 
 
-class _ForwardBeginsHook(Unkept):
+class _ForwardBeginsHook(UnpicklableHook):
     """The one pre-hook on the model."""
 
     __slots__ = ("__weakref__", "event", "hook_id", "in_graph", "reads_batch")
@@ -148,14 +148,14 @@ class _ForwardBeginsHook(Unkept):
         if self.reads_batch and dynamo.may_read():
             for tensor, kind in zip(_batch(args, kwargs or {}), ("samples", "tokens"), strict=True):
                 if tensor is not None:
-                    dynamo.show(tensor, kind, "", False, self.hook_id, dynamo.NO_TICKET)
+                    dynamo.observe(tensor, kind, "", False, self.hook_id, dynamo.NO_HOOK_ID)
         if self.in_graph and dynamo.may_read():
             dynamo.begin(self.hook_id)
 
-    def began_in_graph(self) -> None:
+    def on_graph_begin(self) -> None:
         self.event.forward_begins_in_graph()
 
-    def saw_in_graph(self, tensor: Tensor, kind: str, index: str, gradient: str, serial: int) -> None:
+    def on_graph_tensor(self, tensor: Tensor, kind: str, index: str, gradient: str, step_id: int) -> None:
         self.event.batch_in_graph((tensor.size(0), 0) if kind == "samples" else (0, tensor.numel()))
 
 

@@ -1,7 +1,7 @@
-"""The objects torch calls: on a module's inputs and outputs, on a tensor's gradient, on the whole model.
+"""The objects torch calls as hooks: on a module's inputs and outputs, on a tensor's gradient, on the whole model.
 
-Each tells the probe at once and keeps nothing: no tensor, no graph. A copied or pickled model takes none of
-them along. Where a model is compiled, its hooks are compiled with it and speak through compiled.see.
+Each calls the observer at once and keeps nothing: no tensor, no graph. A copy or a pickle of the model has none of
+them. Where a model is compiled its hooks are compiled with it, and pass tensors on through dynamo.observe.
 """
 
 from __future__ import annotations
@@ -16,44 +16,44 @@ from tbhooks.capture import dynamo, tensor_tree
 from tbhooks.capture.autograd import in_backward, profiler_label
 from tbhooks.capture.dynamo import CompileGate, dynamo_skip
 from tbhooks.capture.hooks.dead_units import RECTIFIERS
-from tbhooks.capture.hooks.function_mode import Functional
+from tbhooks.capture.hooks.function_mode import FunctionalObserver
 from tbhooks.capture.hooks.passes import Pass
-from tbhooks.capture.hooks.unpicklable import Unkept
+from tbhooks.capture.hooks.unpicklable import UnpicklableHook
 from tbhooks.capture.recorder import NO_SITE
 from tbhooks.data.frame import ROOT, Site
 
 
-class ToldOfGradients(Protocol):
-    """What the hooks on tensors call."""
+class GradientObserver(Protocol):
+    """What hooks on tensors call."""
 
-    def saw_gradient(self, hook: GradientHook, gradient: Tensor) -> None: ...
+    def on_gradient(self, hook: GradientHook, gradient: Tensor) -> None: ...
 
-    def saw_scaled_loss(self, hook: ScaledLossHook) -> None: ...
+    def on_scaled_loss(self, hook: ScaledLossHook) -> None: ...
 
 
-class Told(ToldOfGradients, Protocol):
-    """What the hooks call."""
+class HookObserver(Protocol):
+    """What hooks on modules call."""
 
     gate: CompileGate
 
-    def forward_begins(self) -> None: ...
+    def on_forward_begin(self) -> None: ...
 
-    def forward_ends(self, output: object) -> None: ...
+    def on_forward_end(self, output: object) -> None: ...
 
-    def saw_output(self, hook: ForwardHook, output: object) -> None: ...
+    def on_output(self, hook: ForwardHook, output: object) -> None: ...
 
-    def saw_call(self, hook: ForwardHook) -> None: ...
+    def on_call(self, hook: ForwardHook) -> None: ...
 
-    def saw_inputs(self, hook: ForwardHook, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None: ...
+    def on_inputs(self, hook: ForwardHook, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None: ...
 
-    def saw_in_graph(
-        self, hook: ForwardHook, tensor: Tensor, kind: str, index: str, gradient: str, serial: int
+    def on_graph_tensor(
+        self, hook: ForwardHook, tensor: Tensor, kind: str, index: str, gradient: str, step_id: int
     ) -> None: ...
 
     def number(self, site: Site) -> int: ...
 
 
-class ForwardHook(Unkept):
+class ForwardHook(UnpicklableHook):
     """Placed on a module for a logged step; on a compiled one for good."""
 
     __slots__ = (
@@ -65,6 +65,7 @@ class ForwardHook(Unkept):
         "has_units",
         "hook_id",
         "module",
+        "observer",
         "path",
         "reads_gradients",
         "reads_inputs",
@@ -73,37 +74,40 @@ class ForwardHook(Unkept):
         "shows_inputs",
         "shows_outputs",
         "sites",
-        "told",
     )  # fmt: skip
 
-    def __init__(self, told: Told, path: str, module: nn.Module, wanted: frozenset[str], chosen: bool) -> None:
-        self.told, self.path, self.module = told, path, weakref.ref(module)
-        self.gate = told.gate
-        self.hook_id = dynamo.NO_TICKET
+    def __init__(
+        self, observer: HookObserver, path: str, module: nn.Module, wanted: frozenset[str], chosen: bool
+    ) -> None:
+        self.observer, self.path, self.module = observer, path, weakref.ref(module)
+        self.gate = observer.gate
+        self.hook_id = dynamo.NO_HOOK_ID
         self.sites: dict[str, tuple[int, int]] = {}
         self.reads_outputs = chosen and "activation" in wanted
         self.reads_gradients = chosen and "gradient" in wanted
         self.reads_inputs = chosen and "input" in wanted
         self.reads_operations = chosen and "functional" in wanted
-        # Set when it is put on: whether somebody looks on.
+        # Set when it is attached: whether a collector wants its tensors.
         self.shows_outputs = self.shows_inputs = False
         self.has_units = isinstance(module, RECTIFIERS)
-        # The end of a backward pass through its output is when weight gradients are read. That there is one tells
-        # whether the forward is part of the step.
+        # Weight gradients are read when a backward pass through its output ends. A forward that no backward pass goes
+        # through is not part of the step.
         self.ends_backward = path == ROOT
         self.broken = False
-        """Whether it has failed, and is not called in this logged step."""
+        """Whether it has failed in this logged step, and no longer reads in it."""
         self.failures = 0
-        """On how many logged steps in a row."""
+        """On how many logged steps in a row it has failed."""
 
-    def take_ticket(self) -> None:
-        """Once anything is compiled: a ticket is a tensor, too dear to make one for each module of every model."""
-        if self.hook_id is dynamo.NO_TICKET:
+    def assign_hook_id(self) -> None:
+        """To be called once anything is compiled: an id is a tensor, too expensive to make for each module of every
+        model.
+        """
+        if self.hook_id is dynamo.NO_HOOK_ID:
             self.hook_id = dynamo.hook_id(self)
 
     @property
     def reads(self) -> bool:
-        """Whether it is there for the module's own sake."""
+        """Whether statistics of the module's outputs or their gradients are wanted."""
         return self.reads_outputs or self.reads_gradients
 
     @dynamo_skip
@@ -112,32 +116,32 @@ class ForwardHook(Unkept):
             if _is_read_in_graph(self.gate, module):
                 wants_gradient = self.reads_gradients or self.ends_backward
                 for index, tensor in tensor_tree.tensors(output):
-                    dynamo.show(tensor, "activation", index, wants_gradient, self.hook_id, self.gate.serial)
+                    dynamo.observe(tensor, "activation", index, wants_gradient, self.hook_id, self.gate.step_id)
         elif self.broken:
-            self.told.saw_call(self)
+            self.observer.on_call(self)
         else:
             with profiler_label("activation"):
-                self.told.saw_output(self, output)
+                self.observer.on_output(self, output)
 
     def site_numbers(self, index: str) -> tuple[int, int]:
-        """The numbers of this output's activation and gradient."""
+        """The site numbers of this output's activation and of its gradient."""
         if index not in self.sites:
-            number, path = self.told.number, self.path
+            number, path = self.observer.number, self.path
             self.sites[index] = (
                 number(Site(path, "activation", index)) if self.reads_outputs else NO_SITE,
                 number(Site(path, "gradient", index)) if self.reads_gradients else NO_SITE,
             )
         return self.sites[index]
 
-    def saw_in_graph(self, tensor: Tensor, kind: str, index: str, gradient: str, serial: int) -> None:
+    def on_graph_tensor(self, tensor: Tensor, kind: str, index: str, gradient: str, step_id: int) -> None:
         if not self.broken:
-            self.told.saw_in_graph(self, tensor, kind, index, gradient, serial)
+            self.observer.on_graph_tensor(self, tensor, kind, index, gradient, step_id)
 
-    def began_in_graph(self) -> None:
-        """Only the whole model's hook is told of that."""
+    def on_graph_begin(self) -> None:
+        """Only the hook of the forward event puts the operator into a graph that calls this."""
 
 
-class InputHook(Unkept):
+class InputHook(UnpicklableHook):
     """Placed on a module whose inputs are watched: they are read before its forward can overwrite them."""
 
     __slots__ = ("hook",)
@@ -146,21 +150,21 @@ class InputHook(Unkept):
         self.hook = hook
 
     @property
-    def told(self) -> Told:
-        return self.hook.told
+    def observer(self) -> HookObserver:
+        return self.hook.observer
 
     @dynamo_skip
     def __call__(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
         hook = self.hook
-        if kwargs is None:  # taken off a moment ago: torch has it on its list still, but not how to call it
+        if kwargs is None:  # removed a moment ago: torch still calls it, but no longer with keyword arguments
             return
         if torch.compiler.is_compiling():
             if _is_read_in_graph(hook.gate, module):
                 for index, tensor in tensor_tree.inputs(args, kwargs):
-                    dynamo.show(tensor, "input", index, False, hook.hook_id, hook.gate.serial)
+                    dynamo.observe(tensor, "input", index, False, hook.hook_id, hook.gate.step_id)
         elif not hook.broken:
             with profiler_label("input"):
-                hook.told.saw_inputs(hook, args, kwargs)
+                hook.observer.on_inputs(hook, args, kwargs)
 
 
 def _is_read_in_graph(gate: CompileGate, module: nn.Module) -> bool:
@@ -168,13 +172,13 @@ def _is_read_in_graph(gate: CompileGate, module: nn.Module) -> bool:
 
 
 class GradientHook:
-    """Placed on an output; serves every site whose output is that very tensor. Holds no tensor itself."""
+    """Placed on an output; reads the gradient of every site whose output is that tensor. Holds no tensor itself."""
 
-    __slots__ = ("failure", "fired", "is_view", "passes", "sites", "step", "told")
-    __torch_unserializable__ = True  # torch leaves it out of pickles, and need not warn of it
+    __slots__ = ("failure", "fired", "is_view", "observer", "passes", "sites", "step")
+    __torch_unserializable__ = True  # torch leaves it out of pickles without a warning
 
-    def __init__(self, told: ToldOfGradients, step: object, is_view: bool) -> None:
-        self.told, self.step, self.is_view = told, step, is_view
+    def __init__(self, observer: GradientObserver, step: object, is_view: bool) -> None:
+        self.observer, self.step, self.is_view = observer, step, is_view
         self.sites: list[int] = []
         self.passes: list[Pass] = []
         """The forwards that returned the tensor."""
@@ -186,35 +190,35 @@ class GradientHook:
     def __call__(self, gradient: Tensor | None) -> None:
         if gradient is not None:
             with profiler_label("gradient"):
-                self.told.saw_gradient(self, gradient)
+                self.observer.on_gradient(self, gradient)
 
 
 def is_hooked(tensor: Tensor, step: object, site: int) -> bool:
-    """Whether this very tensor has shown its gradient for that site already."""
+    """Whether this very tensor already has a hook of this step for that site."""
     hooks = (tensor._backward_hooks or {}).values()
     return any(isinstance(hook, GradientHook) and hook.step is step and site in hook.sites for hook in hooks)
 
 
 class ScaledLossHook:
-    """Placed on a loss that a GradScaler multiplied: says so when its backward begins."""
+    """Placed on a loss that a GradScaler has multiplied: reports the scale when its backward begins."""
 
-    __slots__ = ("scale", "step", "told")
-    __torch_unserializable__ = True  # torch leaves it out of pickles, and need not warn of it
+    __slots__ = ("observer", "scale", "step")
+    __torch_unserializable__ = True  # torch leaves it out of pickles without a warning
 
-    def __init__(self, told: ToldOfGradients, step: object, scale: Tensor) -> None:
-        self.told, self.step, self.scale = told, step, scale
+    def __init__(self, observer: GradientObserver, step: object, scale: Tensor) -> None:
+        self.observer, self.step, self.scale = observer, step, scale
 
     @dynamo_skip
     def __call__(self, gradient: Tensor | None) -> None:
-        self.told.saw_scaled_loss(self)
+        self.observer.on_scaled_loss(self)
 
 
-class EnterHook(Unkept):
-    """Tells that a module's forward begins, to name the operations it calls."""
+class EnterHook(UnpicklableHook):
+    """Called when a module's forward begins, so that the operations in it get its name."""
 
     __slots__ = ("functional", "hook")
 
-    def __init__(self, functional: Functional, hook: ForwardHook) -> None:
+    def __init__(self, functional: FunctionalObserver, hook: ForwardHook) -> None:
         self.functional, self.hook = functional, hook
 
     @dynamo_skip
@@ -222,16 +226,16 @@ class EnterHook(Unkept):
         if torch.compiler.is_compiling():
             self.hook.gate.compiling()
         elif not in_backward():
-            self.hook.told.saw_call(self.hook)
+            self.hook.observer.on_call(self.hook)
             self.functional.enter_module(self.hook.path, module)
 
 
-class LeaveHook(Unkept):
-    """Tells that it has ended, one way or another."""
+class LeaveHook(UnpicklableHook):
+    """Called when a module's forward ends, also by an exception."""
 
     __slots__ = ("functional", "path")
 
-    def __init__(self, functional: Functional, path: str) -> None:
+    def __init__(self, functional: FunctionalObserver, path: str) -> None:
         self.functional, self.path = functional, path
 
     @dynamo_skip
@@ -240,68 +244,68 @@ class LeaveHook(Unkept):
             self.functional.leave_module(self.path)
 
 
-class BeginHook(Unkept):
-    """Tells that a forward of the whole model begins. Compiled, it is nothing."""
+class BeginHook(UnpicklableHook):
+    """Called when a forward of the whole model begins. It adds nothing to a compiled graph."""
 
-    __slots__ = ("told",)
+    __slots__ = ("observer",)
 
-    def __init__(self, told: Told) -> None:
-        self.told = told
+    def __init__(self, observer: HookObserver) -> None:
+        self.observer = observer
 
     @dynamo_skip
     def __call__(self, module: nn.Module, args: Any) -> None:
         if not torch.compiler.is_compiling():
-            self.told.forward_begins()
+            self.observer.on_forward_begin()
 
 
-class EndHook(Unkept):
-    """Tells that it has ended, also by an exception."""
+class EndHook(UnpicklableHook):
+    """Called when a forward of the whole model ends, also by an exception."""
 
-    __slots__ = ("told",)
+    __slots__ = ("observer",)
 
-    def __init__(self, told: Told) -> None:
-        self.told = told
+    def __init__(self, observer: HookObserver) -> None:
+        self.observer = observer
 
     @dynamo_skip
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if not torch.compiler.is_compiling():
-            self.told.forward_ends(output)
+            self.observer.on_forward_end(output)
 
 
-class Follows(Protocol):
-    """Who is told of the calls of modules."""
+class CallObserver(Protocol):
+    """Follows the calls of modules."""
 
     def enters(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None: ...
 
     def leaves(self, path: str, output: object) -> None: ...
 
 
-class CallHook(Unkept):
-    """Tells with what a module is called. Compiled, it is nothing."""
+class CallHook(UnpicklableHook):
+    """Called with the arguments of a module. It adds nothing to a compiled graph."""
 
-    __slots__ = ("follows", "path")
+    __slots__ = ("observer", "path")
 
-    def __init__(self, follows: Follows, path: str) -> None:
-        self.follows, self.path = follows, path
+    def __init__(self, observer: CallObserver, path: str) -> None:
+        self.observer, self.path = observer, path
 
     @dynamo_skip
     def __call__(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
         if not torch.compiler.is_compiling() and kwargs is not None and not in_backward():
-            self.follows.enters(self.path, module, args, kwargs)
+            self.observer.enters(self.path, module, args, kwargs)
 
 
-class ReturnHook(Unkept):
-    """Tells what came of it; nothing if it raised."""
+class ReturnHook(UnpicklableHook):
+    """Called with what the module returned; None if it raised."""
 
-    __slots__ = ("follows", "path")
+    __slots__ = ("observer", "path")
 
-    def __init__(self, follows: Follows, path: str) -> None:
-        self.follows, self.path = follows, path
+    def __init__(self, observer: CallObserver, path: str) -> None:
+        self.observer, self.path = observer, path
 
     @dynamo_skip
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if not torch.compiler.is_compiling() and not in_backward():
-            self.follows.leaves(self.path, output)
+            self.observer.leaves(self.path, output)
 
 
 def call_new_pre_hooks(module: nn.Module, known: set[int], args: Any, kwargs: Any) -> None:

@@ -1,46 +1,77 @@
-"""What the hooks of a watch tell: reduced at once, detached, and not kept.
+"""The observer of one watch: what its hooks call, in logged steps.
 
-Whatever goes wrong in here is counted and told once; training never sees it, and results never change.
+It is composed of parts that share the open step (active_step.py): outputs.py reads what eager hooks are called with,
+graph_outputs.py what comes out of compiled graphs, gradients.py what backward passes bring. manager.py registers the
+hooks. Whatever fails here is counted and logged once; training never sees an exception, and results never change.
 """
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 from torch import Tensor, nn
 
-from tbhooks.capture import dynamo, selection, sharded_tensors, tensor_tree
+from tbhooks.capture import selection
 from tbhooks.capture.autograd import in_backward, is_traced, without_dispatch_modes
+from tbhooks.capture.dynamo import CompileGate
+from tbhooks.capture.hooks.active_step import NOT_TRAINED, ActiveStep, StepListener
 from tbhooks.capture.hooks.collectors import Collector
-from tbhooks.capture.hooks.dead_units import RECTIFIED
-from tbhooks.capture.hooks.function_mode import Functional
-from tbhooks.capture.hooks.hook_types import ForwardHook, GradientHook, ScaledLossHook
-from tbhooks.capture.hooks.manager import HookManager, hook_tensor
-from tbhooks.capture.hooks.passes import Pass
-from tbhooks.capture.hooks.reading import NOT_TRAINED, Reader, StepListener
-from tbhooks.capture.hooks.reducing import reduce_and_note
+from tbhooks.capture.hooks.function_mode import FunctionalObserver
+from tbhooks.capture.hooks.gradients import GradientReader
+from tbhooks.capture.hooks.graph_outputs import GraphReader
+from tbhooks.capture.hooks.hook_types import ForwardHook
+from tbhooks.capture.hooks.manager import HookManager
+from tbhooks.capture.hooks.outputs import OutputReader
 from tbhooks.capture.hooks.step_context import StepContext
-from tbhooks.capture.recorder import NO_SITE, Recorder
-from tbhooks.data.frame import EVALUATION_SINCE, ROOT, Site
+from tbhooks.capture.recorder import Recorder
+from tbhooks.data.frame import EVALUATION_SINCE
 from tbhooks.data.self_report import Report, describe_exception
 
-# A hook that has failed on so many logged steps in a row is not called any more.
+# A hook that has failed on this many logged steps in a row is no longer called.
 MOST_FAILURES = 3
 
 
-class Observer(Reader):
-    """The hooks of one watch. `begin` opens a logged step, `end` closes it."""
+class Observer:
+    """The hooks of one watch and what reads for them. `begin` opens a logged step, `end` closes it."""
 
     def __init__(
         self, model: nn.Module, selector: selection.Selector, recorder: Recorder, listener: StepListener | None,
         report: Report,
     ) -> None:  # fmt: skip
-        super().__init__(model, recorder, listener, report)
+        self._model = weakref.ref(selection.unwrap(model))
+        self._recorder = recorder
+        self._report = report
         self._failing: dict[str, ForwardHook] = {}
-        self._functional = Functional(self._saw_functional, report) if recorder.wants("functional") else None
+        self.gate = CompileGate(self._assign_hook_ids)
+        self.number = recorder.number
+        self._step = ActiveStep(self._model, recorder, self.gate, listener, report)
+        self._gradients = GradientReader(self._step, listener, report)
+        self._outputs = OutputReader(self._step, self._gradients, report)
+        self._graphs = GraphReader(self._step, self._outputs, self._gradients, report)
+        self.collectors, self.units = self._step.collectors, self._step.dead_units
+        self._functional = (
+            FunctionalObserver(self._on_operation, self.collectors.on_tensor, report)
+            if recorder.wants("functional")
+            else None
+        )
         self.placement = HookManager(
             self, self._model, selector, recorder.kinds, self._functional, self.collectors, report
         )
+
+    def _assign_hook_ids(self) -> None:
+        self.placement.assign_hook_ids()
+
+    # The open step.
+
+    @property
+    def seen(self) -> StepContext | None:
+        """The open step; None between logged steps."""
+        return self._step.context
+
+    @seen.setter
+    def seen(self, context: StepContext | None) -> None:
+        self._step.context = context
 
     @property
     def gradients_seen(self) -> bool:
@@ -54,87 +85,100 @@ class Observer(Reader):
 
     @property
     def is_blind(self) -> bool:
-        """Whether nothing was seen of the model, or only its outside."""
+        """Whether no module of the model was seen running, or only the outermost one."""
         if self.seen is not None and self.seen.left_out and not self.called:
             return False
         return not self.called or (self.seen is not None and self.seen.is_blind_below(self.placement.hooks))
 
     def begin(self, attach: bool) -> None:
-        """Opens a logged step and puts the hooks on."""
-        self._see_anew()
+        """Opens a logged step and attaches the hooks."""
+        self._step.open()
         for hook in self._failing.values():
             hook.broken = hook.failures >= MOST_FAILURES
         if attach:
             self.attach()
 
-    def add_collector(self, collector: Collector) -> None:
-        """Somebody more looks on, from the open step on if there is one."""
-        self.collectors.add(collector)
-        if self.seen is not None:
-            collector.begin()
-        self.placement.reattach()
-
     def end(self, keep_hooks: bool) -> None:
-        """Closes a step that ran to its end, and reports what it should have shown and did not."""
+        """Closes a step that ran to its end, and reports what was expected in it and did not come."""
         if self._functional is not None and self.gate.was_compiled:
             self._report.mark_unseen("functional", "inside compiled code modules are seen, and operations are not")
         if self.seen is not None:
             self.placement.report_lost(self.seen.called)
             watched = [path for path, hook in self.placement.hooks.items() if hook.reads]
-            self.seen.report_missing(self._report, watched, self._recorder.sites, self.passes.unused())
+            self.seen.report_missing(self._report, watched, self._recorder.sites, self._step.passes.unused())
             self._forgive(self.seen)
         self._close()
         if not keep_hooks:
             self.detach()
 
-    def leave_out_unused(self) -> None:
-        """Forwards that no backward went through are no part of the step, if others are."""
-        unused = self.passes.unused()
-        if self._recorder.drop(unused) and not all(each.raised or each.evaluates for each in unused):
-            self._report.log_once(NOT_TRAINED)
-        if self.passes.evaluation_was_trained and self.admission.since is not None:
-            self._recorder.scalar(EVALUATION_SINCE, self.admission.since)
-
-    def other_optimizer_stepped(self) -> None:
-        """One that owns no parameter of the model."""
-        if self.seen is not None:
-            self.passes.another_optimizer_stepped()
-
-    def optimizer_steps(self, step: int) -> None:
-        """One that does is about to: gradients that were made for others are gone by now."""
-        model = self._model()
-        if model is not None:
-            self.admission.optimizer_steps(model, step)
-        if self.seen is not None:
-            cleared = self.passes.cleared()
-            if cleared:
-                self._recorder.drop(cleared)
-
     def start_over(self) -> None:
-        """Forgets what the open step has seen: it did not happen."""
+        """Forgets what was read in the open step: the step did not happen."""
         if self.seen is not None:
             self._close()
-            self._open_anew()
+            self._step.reopen()
 
     def abandon(self) -> None:
         """Closes a step that was cut short, and leaves no hook behind."""
-        self._expects_forward = False
+        self._step.expects_forward = False
         self.placement.stop()
         self._close()
         self.remove()
         self.placement.sweep()
 
     def _close(self) -> None:
-        self.units.forget()
-        self.collectors.forget()
-        if self.seen is not None:
-            self.seen.drop()
-            self.seen = None
-            self.gate.next_step()
+        self._step.close()
         if self._functional is not None:
             self._functional.abandon()
 
-    # Putting hooks on and taking them off.
+    def expect_forward(self) -> None:
+        """Announces the next training forward to the listener, once, before any of it is read."""
+        self._step.expects_forward = True
+
+    # Which forwards belong to the step.
+
+    def is_training_pass(self, model: nn.Module) -> bool:
+        """Evaluation passes are not part of a step, unless that is how the model is trained."""
+        return self._step.admission.is_training_pass(model)
+
+    def active_recorder(self) -> Recorder | None:
+        """The recorder of the forward that is running; None if it is not read."""
+        return self._step.active_recorder()
+
+    @property
+    def evaluation(self) -> Recorder | None:
+        """The recorder of evaluation passes, if they are read."""
+        return self._step.evaluation
+
+    def read_evaluations(self, recorder: Recorder) -> None:
+        """From now on evaluation passes are read into this recorder."""
+        self._step.evaluation = recorder
+        self.gate.evaluation = True
+
+    def leave_out_unused(self) -> None:
+        """Forwards that no backward went through are no part of the step, if others are."""
+        unused = self._step.passes.unused()
+        if self._recorder.drop(unused) and not all(forward.raised or forward.evaluates for forward in unused):
+            self._report.log_once(NOT_TRAINED)
+        since = self._step.admission.since
+        if self._step.passes.evaluation_was_trained and since is not None:
+            self._recorder.scalar(EVALUATION_SINCE, since)
+
+    def other_optimizer_stepped(self) -> None:
+        """An optimizer has stepped that owns no parameter of the model."""
+        if self.seen is not None:
+            self._step.passes.another_optimizer_stepped()
+
+    def optimizer_steps(self, step: int) -> None:
+        """An optimizer of the model is about to step: gradients that were made for other optimizers are gone by now."""
+        model = self._model()
+        if model is not None:
+            self._step.admission.optimizer_steps(model, step)
+        if self.seen is not None:
+            cleared = self._step.passes.cleared()
+            if cleared:
+                self._recorder.drop(cleared)
+
+    # Attaching and detaching hooks.
 
     def attach(self) -> None:
         """From now on what runs is read."""
@@ -142,7 +186,7 @@ class Observer(Reader):
         self.gate.open = True
 
     def detach(self) -> None:
-        """Nothing is read from now on. Hooks that are part of compiled code stay, and only look at the gate."""
+        """Nothing is read from now on. Hooks that are part of compiled code stay, and only ask the gate."""
         self.gate.open = False
         if not self.gate.was_compiled:
             self.remove()
@@ -152,35 +196,43 @@ class Observer(Reader):
         self.gate.open = False
         self.placement.detach()
 
+    def add_collector(self, collector: Collector) -> None:
+        """Shows tensors to one more collector, from the open step on if there is one."""
+        self.collectors.add(collector)
+        if self.seen is not None:
+            collector.begin()
+        self.placement.reattach()
+
     def watch_scaled_loss(self, loss: Tensor, scale: Tensor) -> None:
         """Gradients of the backward pass that starts from this loss are divided by its scale."""
-        if self.seen is not None and loss.requires_grad:
-            hook_tensor(loss, ScaledLossHook(self, self.seen, scale))
+        self._gradients.hook_loss(loss, scale)
 
     # What the hooks call.
 
-    def saw_output(self, hook: ForwardHook, output: object) -> None:
+    def on_output(self, hook: ForwardHook, output: object) -> None:
         if is_traced():
             return
-        report = self._report
+        report, step = self._report, self._step
         started = report.enter()
         try:
-            recorder = self.destination()
-            tried = self._tried(recorder)
-            if (recorder is None or recorder.overflowed) and tried is None:
+            recorder = step.active_recorder()
+            provisional = step.provisional_pass(recorder)
+            if (recorder is None or recorder.overflowed) and provisional is None:
                 return
             with without_dispatch_modes():
-                self._report.hooks_fired += 1
-                if recorder is not None and recorder is self.evaluation:
-                    self._read_evaluated(recorder, hook, output)
-                if self.seen is not None and (recorder is self._recorder or tried is not None):
-                    self._read_output(self.seen, self.passes.note(tried or self.passes.current()), hook, output)
+                report.hooks_fired += 1
+                if recorder is not None and recorder is step.evaluation:
+                    self._outputs.read_evaluation(recorder, hook, output)
+                if step.context is not None and (recorder is self._recorder or provisional is not None):
+                    forward = step.passes.note(provisional or step.passes.current())
+                    if self._outputs.read_output(step.context, forward, hook, output):
+                        self.placement.come_last(hook)  # parallelize_module registers its hooks after ours
         except Exception as problem:
-            self._failed(hook, problem)
+            self._on_failure(hook, problem)
         finally:
             report.leave(started)
 
-    def _failed(self, hook: ForwardHook, problem: Exception) -> None:
+    def _on_failure(self, hook: ForwardHook, problem: Exception) -> None:
         """A hook that failed is called again on the next logged step, and given up after several in a row."""
         hook.broken = True
         hook.failures += 1
@@ -189,136 +241,50 @@ class Observer(Reader):
         self._report.mark_unseen(hook.path, f"its hook failed: {describe_exception(problem)}{gives_up}", replace=True)
         self._report.error(f"hook on {hook.path}", problem)
 
-    def _forgive(self, seen: StepContext) -> None:
-        """Of those that failed before, the ones that did not fail in this step."""
+    def _forgive(self, context: StepContext) -> None:
+        """Resets the count of hooks that failed before and did not fail in this step."""
         for path, hook in list(self._failing.items()):
-            if not hook.broken and path in seen.called:
+            if not hook.broken and path in context.called:
                 hook.failures = 0
                 del self._failing[path]
                 self._report.mark_seen(path)
 
-    def _read_evaluated(self, recorder: Recorder, hook: ForwardHook, output: object) -> None:
-        for index, tensor in tensor_tree.tensors(output) if hook.reads_outputs else ():
-            site = recorder.number(Site(hook.path, "activation", index))
-            reduce_and_note(recorder, site, tensor, self._report, self.passes.current())
-
-    def _read_output(self, seen: StepContext, of: Pass, hook: ForwardHook, output: object) -> None:
-        (of.paths if self._is_doubtful(of) else seen.called).add(hook.path)
-        found = tensor_tree.tensors(output)
-        if not found:
-            self._report.mark_unseen(hook.path, f"its output, a {type(output).__name__}, shows no tensor")
-        if any(
-            sharded_tensors.is_dtensor(tensor) for _, tensor in found
-        ):  # what parallelize_module put on comes after ours
-            self.placement.come_last(hook)
-        inside = self.gate.was_compiled and dynamo.with_gradients_inside(found)
-        for index, tensor in found:
-            self._saw_tensor(seen, of, hook, index, tensor, hidden=inside)
-
-    def saw_inputs(self, hook: ForwardHook, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def on_inputs(self, hook: ForwardHook, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if is_traced():
             return
         with self._report.guarded(f"reading inputs of {hook.path}"):
-            recorder = self.destination()
+            recorder = self._step.active_recorder()
             if recorder is not None and not recorder.overflowed and not in_backward():
-                self._note_called(recorder, hook)
-                of = self._owner(recorder)
-                with without_dispatch_modes():
-                    for index, tensor in tensor_tree.inputs(args, kwargs):
-                        if hook.reads_inputs:
-                            site = recorder.number(Site(hook.path, "input", index))
-                            reduce_and_note(recorder, site, tensor, self._report, of)
-                        if hook.shows_inputs and recorder is self._recorder:
-                            self._show(hook.path, "input", index, tensor)
+                self._step.mark_called(recorder, hook)
+                self._outputs.read_inputs(recorder, hook, args, kwargs)
 
-    def forward_begins(self) -> None:
-        """One of the whole model."""
+    def on_call(self, hook: ForwardHook) -> None:
+        with self._report.guarded(f"call of {hook.path}"):
+            recorder = self._step.active_recorder() if not is_traced() else None
+            if recorder is not None:
+                self._step.mark_called(recorder, hook)
+
+    def on_forward_begin(self) -> None:
+        """A forward of the whole model begins."""
         with self._report.guarded("before the model's forward"):
-            self.passes.begin()
-            if self.gate.was_compiled:  # gradients from compiled parts know the forward by it
+            self._step.passes.begin()
+            if self.gate.was_compiled:  # gradients from compiled parts are assigned to their forward by it
                 self.gate.next_step()
 
-    def forward_ends(self, output: object) -> None:
-        """One way or another; by an exception, there is no output."""
+    def on_forward_end(self, output: object) -> None:
+        """It has ended; there is no output if it raised."""
         with self._report.guarded("after the model's forward"):
-            self.passes.end(output)
+            self._step.passes.end(output)
 
-    def saw_call(self, hook: ForwardHook) -> None:
-        with self._report.guarded(f"call of {hook.path}"):
-            recorder = self.destination() if not is_traced() else None
-            if recorder is not None:
-                self._note_called(recorder, hook)
+    def on_graph_tensor(
+        self, hook: ForwardHook, tensor: Tensor, kind: str, index: str, gradient: str, step_id: int
+    ) -> None:  # fmt: skip
+        with self._report.guarded(f"compiled hook on {hook.path}"):
+            self._graphs.on_tensor(hook, tensor, kind, index, gradient, step_id)
 
-    def _saw_functional(self, path: str, index: str, tensor: Tensor) -> bool:
+    def _on_operation(self, path: str, index: str, tensor: Tensor) -> bool:
         hook = self.placement.hooks.get(path.rpartition(":")[0])
-        recorder = None if hook is None or not hook.reads_operations or in_backward() else self.destination()
+        recorder = None if hook is None or not hook.reads_operations or in_backward() else self.active_recorder()
         if hook is None or recorder is None or recorder.overflowed:
             return False
-        site = recorder.number(Site(path, "functional", index))
-        reduce_and_note(recorder, site, tensor, self._report, self._owner(recorder))
-        if path.endswith(RECTIFIED) and recorder is not self.evaluation:
-            self.units.see(f"functional/{path}{index}", tensor)
-        return hook.shows_outputs and recorder is self._recorder and self._show(path, "functional", index, tensor)
-
-    def saw_in_graph(
-        self, hook: ForwardHook, tensor: Tensor, kind: str, index: str, gradient: str, serial: int
-    ) -> None:
-        """What hooks see that were compiled with the model."""
-        with self._report.guarded(f"compiled hook on {hook.path}"):
-            if kind == "gradient":
-                placed = None if self.seen is None else self.seen.in_graph.get((hook.path, index))
-                if placed is not None and self.seen is not None and serial in self.seen.serials:
-                    placed.passes = [self.seen.serials[serial]]
-                    self.saw_gradient(placed, tensor)
-                return
-            recorder = self.destination()
-            tried = self._tried(recorder)
-            if in_backward():
-                return
-            self._report.hooks_fired += recorder is not None or tried is not None
-            if recorder is not None and recorder is self.evaluation and not recorder.overflowed:
-                site = self._site_in_graph(recorder, hook, kind, index)
-                reduce_and_note(recorder, site, tensor, self._report, self.passes.current())
-            if self.seen is not None and (recorder is self._recorder or tried is not None):
-                of = self.passes.note(self.seen.serials.setdefault(serial, tried or self.passes.current()))
-                self._read_in_graph(self.seen, of, hook, tensor, kind, index, gradient)
-
-    def _read_in_graph(
-        self, seen: StepContext, of: Pass, hook: ForwardHook, tensor: Tensor, kind: str, index: str, gradient: str
-    ) -> None:  # fmt: skip
-        recorder, doubtful = self._recorder, self._is_doubtful(of)
-        if recorder.overflowed:
-            return
-        reduce_and_note(recorder, self._site_in_graph(recorder, hook, kind, index), tensor, self._report, of)
-        if not doubtful and (hook.shows_inputs if kind == "input" else hook.shows_outputs):
-            self._show(hook.path, kind, index, tensor)
-        if kind != "activation":
-            return
-        (of.paths if doubtful else seen.called).add(hook.path)
-        if hook.has_units and not doubtful:
-            self.units.see(f"activation/{hook.path}{index}", tensor)
-        if gradient == dynamo.GRADIENT_COMES:
-            of.hooked = True
-            self._expect_in_graph(seen, of, hook, index)
-        elif gradient == dynamo.LOST_GRADIENT and hook.reads_gradients:
-            self._report.mark_unseen(f"gradient/{hook.path}{index}", "compiled autograd takes no hooks")
-        if hook.path == ROOT:
-            self.passes.end_loose()
-            self.gate.next_step()
-
-    def _site_in_graph(self, recorder: Recorder, hook: ForwardHook, kind: str, index: str) -> int:
-        wanted = hook.reads_inputs if kind == "input" else hook.reads_outputs
-        return recorder.number(Site(hook.path, kind, index)) if wanted else NO_SITE
-
-    def _expect_in_graph(self, seen: StepContext, of: Pass, hook: ForwardHook, index: str) -> None:
-        if (hook.path, index) not in seen.in_graph:
-            placed = GradientHook(self, seen, is_view=False)
-            if hook.reads_gradients:
-                placed.sites.append(self.number(Site(hook.path, "gradient", index)))
-            seen.in_graph[hook.path, index] = placed
-            seen.placed.append(placed)
-        seen.in_graph[hook.path, index].passes.append(of)
-
-    # Which passes are read.
-
-    # What is done with a tensor.
+        return self._outputs.read_operation(recorder, hook, path, index, tensor)

@@ -1,8 +1,8 @@
-"""Which forward a record is of, and whether a backward went through that forward.
+"""Which forward a record belongs to, and whether a backward went through that forward.
 
-A pass is one forward of the whole model; calls of its modules outside of one make a pass, too, until the next
-backward. Passes that no backward went through (rollouts, generation, a forward that raised) are left out of the
-numbers of a step that has others. Everything is known on the host, from hooks that fire; no tensor is kept.
+A pass is one forward of the whole model. Calls of its modules outside of one make a pass, too, until the next backward.
+Passes that no backward went through (rollouts, generation, a forward that raised) are left out of a step that has
+others. Everything is known on the host, from hooks that fire; no tensor is kept.
 """
 
 from __future__ import annotations
@@ -10,20 +10,19 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from types import FrameType
 
 from torch import Tensor, nn
 
-from tbhooks.capture.autograd import in_backward, may_reach_backward
+from tbhooks.capture.autograd import call_stack, in_backward, may_reach_backward
 from tbhooks.capture.dynamo import CompileGate
+from tbhooks.capture.hooks.function_mode import MODULE_CALL
 
-_MODULE_CALL = nn.Module._call_impl.__code__
-# Of so many parameters the gradients are looked at, to tell whether they were cleared.
-MOST_LOOKED_AT = 8
+# The gradients of this many parameters are compared, to find out whether they were cleared.
+MOST_COMPARED = 8
 
 
 class Backward:
-    """One backward pass of a step; owns the gradients it showed."""
+    """One backward pass of a step; it owns the gradients that were recorded in it."""
 
     __slots__ = ("_left", "ended", "is_of_another_optimizer", "thread", "was_cleared")
 
@@ -34,16 +33,18 @@ class Backward:
         self._left: list[tuple[weakref.ref[nn.Parameter], weakref.ref[Tensor], int]] = []
 
     def remember_gradients(self, model: nn.Module) -> None:
-        """An optimizer of other parameters has stepped: perhaps the gradients of these are nobody's."""
+        """An optimizer of other parameters has stepped: the gradients of this model may have been a by-product."""
         if not self.is_of_another_optimizer:
             self.is_of_another_optimizer = True
             for parameter in model.parameters():
                 gradient = parameter.grad
-                if gradient is not None and len(self._left) < MOST_LOOKED_AT:
+                if gradient is not None and len(self._left) < MOST_COMPARED:
                     self._left.append((weakref.ref(parameter), weakref.ref(gradient), gradient._version))
 
-    def look_whether_cleared(self, in_place: bool) -> None:
-        """Whether all gradients it left are gone, or there were none; `in_place`, also if they were written to."""
+    def check_cleared(self, in_place: bool) -> None:
+        """Sets `was_cleared` if all gradients it left are gone, or there were none; `in_place`, also if they were
+        written to.
+        """
         if self.is_of_another_optimizer and not self.was_cleared:
             self.was_cleared = not any(self._is_there(*left, in_place=in_place) for left in self._left)
 
@@ -55,14 +56,14 @@ class Backward:
 
 
 class Pass:
-    """One forward; owns the activations it showed."""
+    """One forward; it owns the activations that were recorded in it."""
 
     __slots__ = ("evaluates", "hooked", "paths", "raised", "reached_by", "without_grad")
 
     def __init__(self) -> None:
         self.without_grad = not may_reach_backward()
         self.evaluates = False
-        """Whether the model was in evaluation mode; then it is of the step only if a backward goes through it."""
+        """Whether the model was in evaluation mode; then it belongs to the step only if a backward goes through it."""
         self.hooked = False
         """Whether a gradient that reaches it would be noticed."""
         self.raised = False
@@ -71,20 +72,20 @@ class Pass:
 
     @property
     def is_unused(self) -> bool:
-        """In a step with other passes. What needs no gradient, as a frozen model, may well be part of the step."""
+        """Whether a step with other passes leaves it out. A frozen model needs no gradient, and may belong to it."""
         return not self.reached_by and (self.without_grad or self.hooked)
 
 
 class Admission:
-    """Whether forwards are of training, by the mode the model is in."""
+    """Decides whether a forward belongs to training, by the mode the model is in."""
 
     def __init__(self, gate: CompileGate) -> None:
         self.trained = False
-        """Whether the model was ever seen in training mode."""
+        """Whether the model was ever in training mode."""
         self.since: int | None = None
-        """The step from which on an optimizer has stepped it in evaluation mode, although it was trained before."""
+        """Since which step an optimizer steps the model in evaluation mode, after it was in training mode."""
         self.backpropagates = False
-        """Whether a backward was ever seen."""
+        """Whether there ever was a backward."""
         self._gate = gate
 
     def is_training_pass(self, model: nn.Module) -> bool:
@@ -97,7 +98,7 @@ class Admission:
         return self.since is not None and may_reach_backward()
 
     def optimizer_steps(self, model: nn.Module, step: int) -> None:
-        """One that owns its parameters: model.train() may have been forgotten after an evaluation."""
+        """An optimizer steps the model. model.train() may have been forgotten after an evaluation."""
         if model.training:
             self.trained, self.since = True, None
         elif self.trained and self.since is None:
@@ -114,18 +115,18 @@ class Passes:
         self.forget()
 
     def forget(self) -> None:
-        """A step begins. A forward that is running goes on as a pass of it."""
+        """A step begins. A forward that is running continues as a pass of it."""
         self._all: dict[Pass, None] = {}
         self._loose: dict[bool, Pass] = {}
         self.backwards: list[Backward] = []
 
-    # What the hooks on the whole model call.
+    # Called by the hooks on the whole model.
 
     def begin(self) -> None:
         if in_backward():  # a checkpoint is being recomputed
             return
         running = self._open.setdefault(threading.get_ident(), [])
-        if running:  # it calls itself, or was interrupted: no hook is called then
+        if running:  # it calls itself, or the last one was interrupted, which calls no hook
             depth = _calls_of(self._model())
             for cut_short in running[max(0, depth - 1) :]:
                 cut_short.raised = True
@@ -141,41 +142,37 @@ class Passes:
                 del self._open[threading.get_ident()]
 
     def end_loose(self) -> None:
-        """What is called from now on, outside of the model's own forward, is another pass."""
+        """Modules called from now on, outside of the model's own forward, make another pass."""
         self._loose = {}
 
-    # What the probe asks.
+    # Called by the readers.
 
     def current(self) -> Pass:
-        """The one that is running: here, or in the thread that has started this one."""
-        here = threading.get_ident()
-        self._threads.add(here)
-        running = self._open.get(here)
-        if not running:
-            running = next(reversed(list(self._open.values())), None)
+        """The pass that is running in this thread, or in the thread that has started this one."""
+        thread = threading.get_ident()
+        self._threads.add(thread)
+        running = self._open.get(thread) or next(reversed(list(self._open.values())), None)
         if running:
-            found = running[-1]
-        else:
-            with_grad = may_reach_backward()
-            found = self._loose.get(with_grad) or self._loose.setdefault(with_grad, Pass())
-        return found
+            return running[-1]
+        with_grad = may_reach_backward()
+        return self._loose.get(with_grad) or self._loose.setdefault(with_grad, Pass())
 
-    def note(self, found: Pass) -> Pass:
-        """It has shown something in the step."""
-        self._all[found] = None
-        return found
+    def note(self, forward: Pass) -> Pass:
+        """Something of this pass was recorded in the step."""
+        self._all[forward] = None
+        return forward
 
-    def is_over_here(self, backward: Backward) -> bool:
+    def has_raised(self, backward: Backward) -> bool:
         """Whether a backward that has not ended must have raised: it ran in this thread, or in one of torch's own."""
         return backward.thread == threading.get_ident() or backward.thread not in self._threads
 
     def backward_raised(self, backward: Backward) -> None:
-        """What it reached counts only if another one reaches it."""
+        """The passes it reached count only if another backward reaches them."""
         for each in self._all:
             each.reached_by.discard(backward)
 
     def another_optimizer_stepped(self) -> None:
-        """It owns no parameter of the model, as a generator's, whose loss is computed by the discriminator."""
+        """An optimizer of other parameters, as of a generator whose loss goes through this discriminator."""
         model = self._model()
         for backward in self.backwards:
             if backward.ended and model is not None:
@@ -183,15 +180,15 @@ class Passes:
 
     def begin_backward(self) -> Backward:
         for earlier in self.backwards:
-            earlier.look_whether_cleared(in_place=True)
+            earlier.check_cleared(in_place=True)
         self.end_loose()
         self.backwards.append(Backward())
         return self.backwards[-1]
 
     def cleared(self) -> set[Backward]:
-        """Backward passes for another optimizer, whose gradients were thrown away before the model's own steps."""
+        """Backward passes for another optimizer: their gradients were cleared before the model's own one steps."""
         for earlier in self.backwards:
-            earlier.look_whether_cleared(in_place=False)
+            earlier.check_cleared(in_place=False)
         gone = {backward for backward in self.backwards if backward.was_cleared}
         for each in self._all if gone else ():
             each.reached_by -= gone
@@ -199,7 +196,7 @@ class Passes:
         return gone
 
     def unused(self) -> set[Pass]:
-        """Those to be left out of the step that has ended."""
+        """The passes to be left out of the step that has ended."""
         trained = any(each.reached_by for each in self._all)
         return {
             each
@@ -214,11 +211,5 @@ class Passes:
 
 
 def _calls_of(model: nn.Module | None) -> int:
-    """How many calls of the model are running in this thread, the one included whose hooks are being called."""
-    count = 0
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is _MODULE_CALL and frame.f_locals.get("self") is model:
-            count += 1
-        frame = frame.f_back
-    return count
+    """How many calls of the model are running in this thread, including the one whose hooks are being called."""
+    return sum(frame.f_code is MODULE_CALL and frame.f_locals.get("self") is model for frame in call_stack())

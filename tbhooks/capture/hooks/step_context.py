@@ -1,6 +1,6 @@
-"""What one logged step has seen so far, and what it should have shown and did not.
+"""What is known of one logged step while it is open, and what was expected in it and did not come.
 
-Kept by the probe from the first hook of a step to its end. Holds no tensor alive.
+Made by the observer when the step begins. Keeps no tensor alive.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from tbhooks.capture.autograd import NO_BACKWARD
+from tbhooks.capture.dynamo import is_compiled
 from tbhooks.capture.hooks.hook_types import ForwardHook, GradientHook
 from tbhooks.capture.hooks.passes import Backward, Pass
 from tbhooks.capture.packed_step import Span
 from tbhooks.data.frame import ROOT, Site
 from tbhooks.data.self_report import Report
 
-NEVER_CALLED = "never called as a module; its parameters are watched all the same"
+NEVER_CALLED = "forward() never called; its parameters are watched all the same"
 VIEW_LOST = "no gradient reached this view: unused, or modified in place later"
 NOT_REACHED = "no gradient reached it: the loss does not depend on it"
 NONE_CAME = "no gradient came out of the compiled graph: there was no backward, or compiled autograd ran it"
@@ -29,7 +30,7 @@ MOST_RECENT = 256
 
 @dataclass(slots=True)
 class _Recent:
-    """A tensor seen a moment ago, to recognise it when the next module returns it unchanged."""
+    """A tensor read a moment ago, to recognise it when the next module returns it unchanged."""
 
     tensor: weakref.ref[Tensor]
     version: int
@@ -39,20 +40,21 @@ class _Recent:
 
 @dataclass
 class StepContext:
-    """One logged step; hooks left over from another one know it by not being this one."""
+    """One logged step. Hooks left over from an earlier step hold another context, and are ignored."""
 
     called: set[str] = field(default_factory=set)
-    placed: list[GradientHook] = field(default_factory=list)
-    in_graph: dict[tuple[str, str], GradientHook] = field(default_factory=dict)
-    """Gradients that a compiled graph will show, by path and index."""
+    """Paths of the modules that were called."""
+    gradient_hooks: list[GradientHook] = field(default_factory=list)
+    graph_gradients: dict[tuple[str, str], GradientHook] = field(default_factory=dict)
+    """Gradients that are expected from a compiled graph, by path and index."""
+    graph_passes: dict[int, Pass] = field(default_factory=dict)
+    """The forwards of the step by the number that compiled graphs know them by."""
     backward: int = NO_BACKWARD
-    """The backward pass that is running through it."""
+    """The backward pass that is running through the step, by autograd's number."""
     running: Backward = field(default_factory=Backward)
-    """That pass, or the last one; owns the gradients it shows."""
+    """That backward pass, or the last one; it owns the gradients that are recorded."""
     scale: Tensor | None = None
-    """What the loss of that pass was multiplied by."""
-    serials: dict[int, Pass] = field(default_factory=dict)
-    """The passes of the step by their numbers, as compiled graphs know them."""
+    """What the loss of that backward pass was multiplied by."""
     left_out: bool = False
     """Whether forwards were not read because no backward can go through them."""
     leaf_handles: list[RemovableHandle] = field(default_factory=list)
@@ -61,59 +63,60 @@ class StepContext:
     @property
     def gradients(self) -> bool:
         """Whether a backward pass has reached the step."""
-        return any(hook.fired for hook in self.placed)
+        return any(hook.fired for hook in self.gradient_hooks)
 
     def is_blind_below(self, hooks: Mapping[str, ForwardHook]) -> bool:
-        """Whether a module ran that may be compiled, and none of those in it was seen."""
-        return any(self._hides_its_parts(path, hooks) for path in self.called if path in hooks)
+        """Whether a module was called that may be compiled, and none of the modules in it was."""
+        return any(self._hides_children(path, hooks) for path in self.called if path in hooks)
 
-    def _hides_its_parts(self, path: str, hooks: Mapping[str, ForwardHook]) -> bool:
+    def _hides_children(self, path: str, hooks: Mapping[str, ForwardHook]) -> bool:
         module = hooks[path].module()
-        if path != ROOT and getattr(module, "_compiled_call_impl", None) is None:
+        if path != ROOT and (module is None or not is_compiled(module)):
             return False
         start = "" if path == ROOT else f"{path}."
-        parts = [other for other, hook in hooks.items() if other != path and other.startswith(start) and hook.reads]
-        return bool(parts) and self.called.isdisjoint(parts)
+        inside = [other for other, hook in hooks.items() if other != path and other.startswith(start) and hook.reads]
+        return bool(inside) and self.called.isdisjoint(inside)
 
     def lookup(self, tensor: Tensor) -> tuple[Span | None, GradientHook | None]:
-        """What is known of this very tensor, unchanged since."""
+        """The record and the gradient hook of this very tensor, if it is unchanged since it was read."""
         recent = self._recent.get(id(tensor))
         if recent is None or recent.tensor() is not tensor or recent.version != tensor._version:
             return None, None
         return recent.span, recent.hook
 
-    def remember(self, tensor: Tensor, span: Span | None, hook: GradientHook | None) -> None:
-        if tensor.is_inference():  # has no version: an in-place change could not be told
+    def cache(self, tensor: Tensor, span: Span | None, hook: GradientHook | None) -> None:
+        """Keeps them for `lookup`."""
+        if tensor.is_inference():  # it has no version: an in-place change would go unnoticed
             return
         if len(self._recent) > MOST_RECENT:
             self._recent.clear()
         self._recent[id(tensor)] = _Recent(weakref.ref(tensor), tensor._version, span, hook)
 
-    def drop(self) -> None:
-        """Takes off the hooks that would outlive the step."""
+    def remove_leaf_hooks(self) -> None:
+        """Removes the gradient hooks that would outlive the step."""
         for handle in self.leaf_handles:
             handle.remove()
 
     def report_missing(self, report: Report, watched: Iterable[str], sites: list[Site], left_out: Set[Pass]) -> None:
-        """Tells of modules that did not run and of gradients that did not come, but for passes that were left out."""
-        self.placed = [hook for hook in self.placed if hook.fired or not left_out >= set(hook.passes)]
+        """Reports modules that were not called and gradients that did not come, but for forwards that were left out."""
+        self.gradient_hooks = [hook for hook in self.gradient_hooks if hook.fired or not left_out >= set(hook.passes)]
         if self.called:
             for path in watched:
                 if path not in self.called:
                     report.mark_unseen(path, NEVER_CALLED)
                 elif report.unseen.get(path) == NEVER_CALLED:
                     report.mark_seen(path)
-        reached = {site for hook in self.placed if hook.fired for site in hook.sites}
+        reached = {site for hook in self.gradient_hooks if hook.fired for site in hook.sites}
         if reached:
             self._report_unreached(report, reached, sites)
         else:
-            for hook in self.in_graph.values():
+            for hook in self.graph_gradients.values():
                 for site in hook.sites:
                     report.mark_unseen(str(sites[site]), NONE_CAME)
         report.log_unseen()
 
     def _report_unreached(self, report: Report, reached: set[int], sites: list[Site]) -> None:
-        for hook in self.placed:
+        for hook in self.gradient_hooks:
             for site in hook.sites:
                 if hook.failure:
                     report.mark_unseen(str(sites[site]), hook.failure, replace=True)

@@ -30,8 +30,7 @@ class Evaluation:
         self._report = report
         self._recorder = Recorder([kind for kind in kinds if kind in KINDS], EVALUATION)
         self._recorder.begin(with_buckets)
-        observer.evaluation = self._recorder
-        observer.gate.evaluation = True
+        observer.read_evaluations(self._recorder)
         forwards.subscribe(self._forward_begins, in_graph=True)
 
     def finish(self) -> None:

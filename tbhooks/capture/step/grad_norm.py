@@ -15,7 +15,7 @@ from tbhooks.reduction import cpu
 def total_norm(tensors: Sequence[Tensor]) -> Tensor:
     """Returns the norm as a scalar tensor: float64 on a CPU, else float32. It is not finite if any element is not."""
     dense = [tensor.coalesce().values() if tensor.layout is torch.sparse_coo else tensor for tensor in tensors]
-    dense = [local for tensor in dense if (local := sharded_tensors.here(tensor)) is not None]
+    dense = [local for tensor in dense if (local := sharded_tensors.local_tensor(tensor)) is not None]
     if not dense:
         return torch.zeros((), dtype=torch.float64, device="cpu")
     by_kernel: list[Tensor] = []

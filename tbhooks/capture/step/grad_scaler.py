@@ -7,10 +7,9 @@ change neither arguments nor results, and never wait for the device.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-import wrapt
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
@@ -21,48 +20,10 @@ from tbhooks.capture.hooks.observer import Observer
 from tbhooks.capture.recorder import Recorder
 from tbhooks.capture.step.clock import Clock
 from tbhooks.data.frame import SCALE, SKIPPED
+from tbhooks.data.patching import wrapping
 from tbhooks.data.self_report import Report
 
-
-class Listener(Protocol):
-    """Who is told. Must not raise."""
-
-    def loss_scaled(self, loss: Tensor, scale: Tensor) -> None: ...
-
-    def gradients_unscaled(self, optimizer: Optimizer) -> None: ...
-
-    def scaler_steps(self, optimizer: Optimizer, scale: Tensor) -> None: ...
-
-    def scaler_stepped(self, optimizer: Optimizer) -> None: ...
-
-
-_listeners: list[Listener] = []
-_wrapped: dict[str, Any] = {}
-# Raised with every new set of wrappers: those that somebody else's wrapper kept alive say nothing any more.
-_generation = [0]
-
-
-def listen(listener: Listener) -> None:
-    """Tells it of everything every GradScaler does from now on."""
-    _listeners.append(listener)
-    if not _wrapped:
-        _generation[0] += 1
-        mine = _generation[0]
-        for name, wrapper in (("scale", _around_scale), ("step", _around_step), ("unscale_", _around_unscale)):
-            _wrapped[name] = GradScaler.__dict__[name]
-            wrapped = wrapt.FunctionWrapper(_wrapped[name], wrapper, enabled=lambda: _generation[0] == mine)
-            setattr(GradScaler, name, wrapped)
-
-
-def ignore(listener: Listener) -> None:
-    """The last one to go leaves GradScaler as it was; a wrapper of somebody else around ours stays, and passes on."""
-    if listener in _listeners:
-        _listeners.remove(listener)
-    if not _listeners:
-        for name, original in _wrapped.items():
-            if getattr(GradScaler.__dict__[name], "__wrapped__", None) is original:
-                setattr(GradScaler, name, original)
-        _wrapped.clear()
+_readers: list[ScalerReader] = []
 
 
 @dynamo_disable
@@ -71,8 +32,8 @@ def _around_scale(wrapped: Any, scaler: GradScaler, args: Any, kwargs: Any) -> A
     scale = _scale_of(scaler)
     if scale is not None:
         for _, loss in tensor_tree.tensors(scaled):
-            for listener in _listeners:
-                listener.loss_scaled(loss, scale)
+            for reader in _readers:
+                reader.loss_scaled(loss, scale)
     return scaled
 
 
@@ -81,8 +42,8 @@ def _around_unscale(wrapped: Any, _scaler: GradScaler, args: Any, kwargs: Any) -
     result = wrapped(*args, **kwargs)
     optimizer = args[0] if args else kwargs.get("optimizer")
     if isinstance(optimizer, Optimizer):
-        for listener in _listeners:
-            listener.gradients_unscaled(optimizer)
+        for reader in _readers:
+            reader.gradients_unscaled(optimizer)
     return result
 
 
@@ -92,12 +53,18 @@ def _around_step(wrapped: Any, scaler: GradScaler, args: Any, kwargs: Any) -> An
     scale = _scale_of(scaler)
     if scale is None or not isinstance(optimizer, Optimizer):
         return wrapped(*args, **kwargs)
-    for listener in _listeners:
-        listener.scaler_steps(optimizer, scale)
+    for reader in _readers:
+        reader.scaler_steps(optimizer, scale)
     result = wrapped(*args, **kwargs)
-    for listener in _listeners:
-        listener.scaler_stepped(optimizer)
+    for reader in _readers:
+        reader.scaler_stepped(optimizer)
     return result
+
+
+_PATCHES = [
+    wrapping("torch.amp.grad_scaler", f"GradScaler.{name}", wrapper, "torch 2.9 to 2.13")
+    for name, wrapper in (("scale", _around_scale), ("step", _around_step), ("unscale_", _around_unscale))
+]
 
 
 def _scale_of(scaler: GradScaler) -> Tensor | None:
@@ -124,6 +91,19 @@ class ScalerReader:
         # Fused optimizers skip a step on the device. These steps are counted there.
         self._skipped_on_device: Tensor | None = None
         self._steps_before = 0
+
+    def start(self) -> None:
+        """Wraps the methods of GradScaler, for all its instances."""
+        _readers.append(self)
+        for patch in _PATCHES:
+            patch.acquire(self)
+
+    def stop(self) -> None:
+        """Removes the wrappers if no other watch needs them."""
+        if self in _readers:
+            _readers.remove(self)
+        for patch in _PATCHES:
+            patch.release(self)
 
     @property
     def skipped(self) -> int:

@@ -31,7 +31,7 @@ from tbhooks.capture import tensor_tree
 from tbhooks.capture.autograd import at_end_of_backward, in_backward, is_traced, without_dispatch_modes
 from tbhooks.capture.dynamo import dynamo_skip
 from tbhooks.capture.hooks.manager import hook_output, hook_tensor
-from tbhooks.capture.hooks.unpicklable import Unkept
+from tbhooks.capture.hooks.unpicklable import UnpicklableHook
 from tbhooks.data.self_report import Report
 from tbhooks.reduction.torch_rows import has_no_data
 
@@ -43,7 +43,7 @@ CLEARED_IN_A_ROW = 3
 MOST_COMPARED, LARGEST_COMPARED = 16, 4096
 
 
-class _OutputHook(Unkept):
+class _OutputHook(UnpicklableHook):
     """The forward hook on the model; does nothing while the model is compiled or traced."""
 
     __slots__ = ("__weakref__", "updates")
@@ -57,7 +57,7 @@ class _OutputHook(Unkept):
             self.updates.forward_ended(module, output)
 
 
-class _BackwardHook(Unkept):
+class _BackwardHook(UnpicklableHook):
     """The hook on an output tensor of the model, called in its backward pass."""
 
     __slots__ = ("__weakref__", "model", "updates")

@@ -25,7 +25,7 @@ from tbhooks.capture.autograd import in_backward
 from tbhooks.capture.dynamo import dynamo_disable
 from tbhooks.capture.hooks.manager import hook_forward, hook_tensor
 from tbhooks.capture.hooks.observer import Observer
-from tbhooks.capture.preserve_state import Snapshot, untouched
+from tbhooks.capture.preserve_state import Snapshot, preserved
 from tbhooks.capture.recorder import Recorder
 from tbhooks.capture.selection import Selector
 from tbhooks.data.frame import ROOT, Finding, Frame, Site
@@ -155,7 +155,7 @@ class Replay:
         inputs = [tensor for each in self._passes for _, tensor in tensor_tree.inputs(each.args, each.kwargs)]
         with (
             _without_hooks(self._observer),
-            untouched(model, {}, more=inputs) as unrestored,
+            preserved(model, {}, more=inputs) as unrestored,
             run_eagerly(),
             _every_module_recorded(model) as recorder,
             sharded_tensors.alone(),
@@ -189,7 +189,7 @@ def _has_nonfinite_gradients(optimizer: Optimizer) -> bool:
 
 def _values(gradient: Tensor) -> Tensor:
     """Returns the values of a gradient in a form that can be summed and checked."""
-    local = sharded_tensors.here(gradient)
+    local = sharded_tensors.local_tensor(gradient)
     gradient = gradient if local is None else local
     gradient = gradient.coalesce().values() if gradient.layout is torch.sparse_coo else gradient
     gradient = torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient

@@ -47,7 +47,7 @@ class Tripwire:
         if step == self._last_step:
             return  # another optimizer of the same step
         gradient = _small_gradient(optimizer)
-        gradient = None if gradient is None else sharded_tensors.here(gradient)
+        gradient = None if gradient is None else sharded_tensors.local_tensor(gradient)
         if gradient is None or not gradient.numel():
             return
         with torch.no_grad():

@@ -193,9 +193,9 @@ class ParameterReader:
                 continue
             self._paths[id(parameter)] = path
             self._tensors[id(parameter)] = parameter
-            if sharded_tensors.is_in_pieces(parameter):
+            if sharded_tensors.is_sharded(parameter):
                 for kind in ("weight", "weight_gradient", "update"):
-                    self._recorder.pieces[Site(path, kind)] = sharded_tensors.piece(parameter)
+                    self._recorder.shards[Site(path, kind)] = sharded_tensors.shard_index(parameter)
         if self._recorder.wants("update"):
             local = ((key, self._weight(key)) for key in self._tensors)
             self._snapshots.reserve((key, weight) for key, weight in local if can_be_one_of_many(weight))
@@ -203,7 +203,7 @@ class ParameterReader:
     def _weight(self, key: int) -> Tensor:
         """Returns the parameter, or the part of it that this rank holds."""
         parameter = self._tensors[key]
-        local = sharded_tensors.here(parameter)
+        local = sharded_tensors.local_tensor(parameter)
         return parameter if local is None else local
 
     def _site(self, key: int, kind: str) -> int:
@@ -254,7 +254,7 @@ class ParameterReader:
         if self._report.unseen:
             self._report.mark_seen(name)
         self._read_gradients.add(key)
-        local = sharded_tensors.here(gradient)
+        local = sharded_tensors.local_tensor(gradient)
         if local is None:
             self._report.mark_unseen(name, describe(gradient))
         elif scale is None and can_be_one_of_many(local):

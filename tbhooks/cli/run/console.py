@@ -74,13 +74,19 @@ MOST_FINDINGS = 10
 
 def told(watched: list[tuple[Watch, Destination]], why_nothing: str) -> str:
     """Nothing where this process is not the first of its job."""
-    if any(watching._place.rank != 0 for watching, _ in watched):
+    if any(_rank(watching) != 0 for watching, _ in watched):
         return ""
     written = [(watching, destination) for watching, destination in watched if destination.directories]
     if not written:
         return f"nothing was logged: {why_nothing}"
     lines = [line for watching, destination in written for line in _of_one(watching, destination)]
     return "\n".join([*lines, _how_to_look([path for _, destination in written for path in destination.directories])])
+
+
+def _rank(watching: Watch) -> int:
+    from tbhooks.api.handle import lifecycle_of  # noqa: PLC0415  loads torch, which is there by then
+
+    return lifecycle_of(watching).context.rank
 
 
 def _of_one(watching: Watch, destination: Destination) -> list[str]:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tbhooks.api import environment
+from tbhooks.api import writers
 from tbhooks.cli.run.options import Target
 from tbhooks.data.frame import Frame
 from tbhooks.data.remote import below, is_remote
@@ -28,8 +28,8 @@ class Destinations:
 
     def __init__(self, logdir: str | None, target: Target, start: Path) -> None:
         """`start` is the directory the script was started in, which it may have left."""
-        place = logdir if logdir is not None and environment.is_place(logdir) else None
-        self._own = below(_absolute(place or "runs", start), f"{_name(target, start)}-{environment.now()}")
+        place = logdir if logdir is not None and writers.is_parent_directory(logdir) else None
+        self._own = below(_absolute(place or "runs", start), f"{_name(target, start)}-{writers.timestamp()}")
         self._asked = None if logdir is None else self._own if place else _absolute(logdir, start)
         self._taken: str | None = None
         self._writers: list[weakref.ref[Any]] = []
@@ -82,7 +82,7 @@ def _name(target: Target, start: Path) -> str:
 def is_made_by_script() -> bool:
     """Whether the constructor that is being told of was not called by tbhooks, nor by a writer for `add_hparams`."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("tbhooks.running."):
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("tbhooks.cli.run."):
         frame = frame.f_back
     return not frame.f_globals.get("__name__", "").startswith(("tbhooks.", *_WRITERS_OWN))
 

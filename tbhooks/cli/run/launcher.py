@@ -131,4 +131,4 @@ def _entries(trace: TracebackType | None) -> Iterator[TracebackType]:
 
 def _is_ours(entry: TracebackType) -> bool:
     name = entry.tb_frame.f_globals.get("__name__")
-    return isinstance(name, str) and name.startswith("tbhooks.running.")
+    return isinstance(name, str) and name.startswith("tbhooks.cli.run.")

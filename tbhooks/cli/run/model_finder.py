@@ -106,9 +106,11 @@ class Finder:
             return
         self.steps += 1
         if optimizer in self._stepped or has_closure(args, kwargs):
+            from tbhooks.api.handle import lifecycle_of  # noqa: PLC0415
+
             with self._guarded():
                 for watching in self._decide(None, stepping=optimizer):
-                    watching._session.clock.before_step(optimizer, args, kwargs)
+                    lifecycle_of(watching).session.clock.before_step(optimizer, args, kwargs)
         self._stepped.add(optimizer)
 
     @contextlib.contextmanager

@@ -10,15 +10,15 @@ import atexit
 import os
 import sys
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tbhooks.api.lifecycle import close_together
 from tbhooks.cli.run import console
 from tbhooks.cli.run.console import Terminal
 from tbhooks.cli.run.launcher import launch
 from tbhooks.cli.run.options import Options, Target
-from tbhooks.cli.run.patches import Patches
+from tbhooks.data.patching import Wrapper, wrapping
 from tbhooks.data.process_rank import rank_and_world
 from tbhooks.data.self_report import logger
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from tbhooks.api.handle import Watch
+    from tbhooks.api.lifecycle import Lifecycle
     from tbhooks.cli.run.destinations import Destination, Destinations
     from tbhooks.cli.run.model_finder import Finder
 
@@ -60,7 +61,15 @@ class Session:
         self.terminal = Terminal()
         self._options = options
         self._target = target
-        self._patches = Patches()
+        self._patches = [
+            wrapping(module, name, _then(function), "torch 2.9 to 2.13, tensorboardX 2.6")
+            for module, name, function in (
+                ("torch", "compile", self._compiled),
+                ("torch.optim.optimizer", "Optimizer.__init__", self._made_optimizer),
+                ("torch.utils.tensorboard.writer", "SummaryWriter.__init__", self._made_writer),
+                ("tensorboardX.writer", "SummaryWriter.__init__", self._made_writer),
+            )
+        ]
         self._destinations: Destinations | None = None
         self._compiles = False
         self._process = os.getpid()
@@ -76,14 +85,15 @@ class Session:
 
     def add_collector(self) -> None:
         """Has itself told of what the script makes."""
-        self._patches.after("torch", "compile", self._compiled)
-        self._patches.after("torch.optim.optimizer", "Optimizer.__init__", self._made_optimizer)
-        self._patches.after("torch.utils.tensorboard.writer", "SummaryWriter.__init__", self._made_writer)
-        self._patches.after("tensorboardX.writer", "SummaryWriter.__init__", self._made_writer)
+        for patch in self._patches:
+            patch.acquire(self)
 
     def close(self) -> str:
         """Leaves everything as it was; returns what there is to say."""
-        close_together(watching for watching, _ in self.watched)
+        if self.watched:
+            from tbhooks.api.lifecycle import close_together  # noqa: PLC0415  loads torch, which is there by then
+
+            close_together(self._lifecycles())
         self._stop()
         said = console.told(self.watched, self._why_nothing())
         if self.terminal.left_out:
@@ -96,7 +106,7 @@ class Session:
 
     def _stop(self) -> None:
         """Nothing is looked for any more, and nothing patched."""
-        self._patches.undo()
+        self._undo_patches()
         self.terminal.stop()
         if self.finder is not None:
             self.finder.stop()
@@ -146,8 +156,13 @@ class Session:
         return self._destinations
 
     def _drain(self) -> None:
-        for watching, _ in self.watched:
-            watching._drain()
+        for lifecycle in self._lifecycles():
+            lifecycle.drain()
+
+    def _lifecycles(self) -> list[Lifecycle]:
+        from tbhooks.api.handle import lifecycle_of  # noqa: PLC0415  loads torch, which is there by then
+
+        return [lifecycle_of(watching) for watching, _ in self.watched]
 
     # What is found.
 
@@ -168,14 +183,18 @@ class Session:
 
     def _is_known(self, model: nn.Module) -> bool:
         """Whether it is watched already, by itself or as a part of another."""
-        from tbhooks.api.handle import open_watches  # noqa: PLC0415
+        from tbhooks.api.lifecycle import open_watches  # noqa: PLC0415
 
-        mine = [watching._model() for watching in open_watches() if watching in dict(self.watched)]
+        mine = [lifecycle.model() for lifecycle in self._lifecycles() if lifecycle in open_watches]
         return any(part is model for whole in mine if whole is not None for part in whole.modules())
 
     def _stop_looking(self) -> None:
         logger.warning("%d models are watched; the script goes on with others, which are not", MOST_MODELS)
-        self._patches.undo()
+        self._undo_patches()
+
+    def _undo_patches(self) -> None:
+        for patch in self._patches:
+            patch.release(self)
 
     def _free(self, name: str) -> str:
         taken = {destination.name for _, destination in self.watched}
@@ -184,14 +203,14 @@ class Session:
 
     def _watch(self, model: nn.Module, name: str) -> None:
         from tbhooks.api.watch import watch  # noqa: PLC0415
-        from tbhooks.capture.sharded_tensors import is_in_pieces  # noqa: PLC0415
+        from tbhooks.capture.sharded_tensors import is_sharded  # noqa: PLC0415
         from tbhooks.cli.run.destinations import Destination  # noqa: PLC0415
 
         reference = weakref.ref(model)
         destination = Destination(self._where(), name, lambda: self._is_watched(reference()))
         watching = watch(model, destination, **self._options.watch)
         self.watched.append((watching, destination))
-        if "ranks" not in self._options.watch and any(map(is_in_pieces, model.parameters())):
+        if "ranks" not in self._options.watch and any(map(is_sharded, model.parameters())):
             logger.warning(
                 "the parameters of %s are sharded over the ranks of this job: what is logged of weights, gradients and "
                 "updates is the first rank's part. tbhooks run --ranks merge shows the whole", type(model).__name__,
@@ -199,14 +218,29 @@ class Session:
 
     def _is_watched(self, model: nn.Module | None) -> bool:
         """Whether the script does that itself."""
-        from tbhooks.api.handle import open_watches  # noqa: PLC0415
+        from tbhooks.api.lifecycle import open_watches  # noqa: PLC0415
 
-        ours = {id(watching) for watching, _ in self.watched}
-        theirs = [watching._model() for watching in open_watches() if id(watching) not in ours]
+        theirs = [lifecycle.model() for lifecycle in open_watches - set(self._lifecycles())]
         if model is not None and any(_overlap(model, other) for other in theirs if other is not None):
             self._is_watched_by_script = True
             return True
         return False
+
+
+def _then(function: Callable[[Any, Any], None]) -> Wrapper:
+    """Wraps a function of the script's packages: it does what it did, and then `function` is called with the instance
+    it was called on and with what it returned.
+    """
+
+    def around(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = wrapped(*args, **kwargs)
+        try:
+            function(instance, result)
+        except Exception as problem:  # ours, and not the script's
+            logger.error("%s: %s", type(problem).__name__, problem)
+        return result
+
+    return around
 
 
 def _overlap(one: nn.Module, other: nn.Module) -> bool:

@@ -70,7 +70,7 @@ class GraphCollector:
     def begin(self) -> None:
         self._shown = {}
 
-    def saw(self, path: str, kind: str, index: str, tensor: Tensor) -> None:
+    def on_tensor(self, path: str, kind: str, index: str, tensor: Tensor) -> None:
         if self._looks_at_outputs and kind == "activation":
             shapes, types = self._shown.setdefault(path, ([], []))
             shapes.append(shape_of(tensor))
@@ -168,7 +168,7 @@ class GraphCollector:
 
     def _begin_pass(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Of the whole model; or of its parts, one after another, where its own forward is not what is called."""
-        model, into = self._model(), self._observer.destination()
+        model, into = self._model(), self._observer.active_recorder()
         if model is None or into is None or in_backward() or _are_stand_ins(args, kwargs):
             self._drop()
             return
@@ -198,7 +198,7 @@ class GraphCollector:
         if hidden or not followed.sees_operations:
             self._report.mark_unseen(f"{phase} graph", ELSEWHERE if followed.sees_operations else COMPILED)
         self._drawn.add(phase)
-        self._observer.collectors.change_wishes()
+        self._observer.collectors.change_subscription()
         if self._into is not None and self._into is self._observer.evaluation:
             self._artifact(self._into, phase, followed)
         else:

@@ -107,7 +107,7 @@ class Pass:
 
     def _settle(self) -> None:
         if self._mode is not None:
-            self._mode.lie_on_stack(bool(self._running) and not self._running[-1].is_blind)
+            self._mode.set_active(bool(self._running) and not self._running[-1].is_blind)
             if not self._running:
                 self._mode = None
 

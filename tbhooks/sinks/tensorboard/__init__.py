@@ -20,7 +20,7 @@ from tbhooks.sinks.flush_hooks import drain_first
 from tbhooks.sinks.scalar_selection import places_of
 from tbhooks.sinks.tensorboard import artifacts, protobuf
 from tbhooks.sinks.tensorboard.event_files import event_file
-from tbhooks.sinks.tensorboard.event_writer import sender, use_fast_crc
+from tbhooks.sinks.tensorboard.event_writer import fast_crc, sender
 from tbhooks.sinks.tensorboard.findings import FindingWriter
 from tbhooks.sinks.tensorboard.frame_tensors import (
     PLUGIN,
@@ -37,7 +37,7 @@ from tbhooks.sinks.tensorboard.scalars import SiteScalars, Template, scalar_tabl
 
 __all__ = [
     "PLUGIN", "STORED_COLUMNS", "VERSION", "TensorBoardSink", "decode_counts", "decode_values", "encode_counts",
-    "encode_values", "record_writer", "scalar_table", "use_fast_crc",
+    "encode_values", "record_writer", "scalar_table",
 ]  # fmt: skip
 
 # Training and evaluation, with and without some branch: more than a few kinds of step no loop alternates between.
@@ -56,6 +56,8 @@ class TensorBoardSink:
         self._writer = _open(writer) if self._owned else writer
         self._events = self._writer._get_file_writer().event_writer
         self._send = sender(self._writer)
+        self._crc = fast_crc(self._writer)
+        self._crc.acquire(self)
         self._file = event_file(self._writer, self.destination)
         self._layouts: dict[str, Layout] = {}
         self._plans = _Recent(self._plan)
@@ -115,6 +117,7 @@ class TensorBoardSink:
             self._writer.close()
         else:
             self.flush()
+        self._crc.release(self)
 
     @property
     def is_closed(self) -> bool:

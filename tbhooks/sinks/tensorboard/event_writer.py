@@ -11,9 +11,10 @@ from functools import cache, lru_cache
 from types import SimpleNamespace
 from typing import Any
 
-import wrapt
 from tensorboard.compat.proto import event_pb2
-from tensorboard.summary.writer import event_file_writer, record_writer
+from tensorboard.summary.writer import event_file_writer
+
+from tbhooks.data.patching import Patch, wrapping
 
 Send = Callable[[bytes], None]
 
@@ -21,14 +22,15 @@ Send = Callable[[bytes], None]
 def sender(writer: Any) -> Send:
     """What takes the bytes of an Event for a writer's own file."""
     events = writer._get_file_writer().event_writer
-    if not any(base.__module__.partition(".")[0] == "tensorboardX" for base in type(writer).__mro__):
-        use_fast_crc()
+    if not _is_of_tensorboardx(writer):
         return _to_tensorboard(events)
     from tensorboardX import event_file_writer as theirs  # noqa: PLC0415  only if the user has it
-    from tensorboardX import record_writer  # noqa: PLC0415
 
-    use_fast_crc(record_writer)
     return _to_tensorboardx(events, theirs)
+
+
+def _is_of_tensorboardx(writer: Any) -> bool:
+    return any(base.__module__.partition(".")[0] == "tensorboardX" for base in type(writer).__mro__)
 
 
 def _to_tensorboard(events: Any) -> Send:
@@ -67,29 +69,39 @@ def _hands_on_bytes(method: Callable[[Any, Any], Any], inner: str) -> bool:
 _SAMPLES = (b"", b"\x00", b"tbhooks", bytes(range(256)) * 5)
 
 
+def fast_crc(writer: Any) -> Patch:
+    """The patch that has the records of this writer's package checked by the C checksum, for a sink to hold."""
+    return TENSORBOARDX_CRC if _is_of_tensorboardx(writer) else TENSORBOARD_CRC
+
+
+def crc_patch(module: str, tried_with: str) -> Patch:
+    """Replaces the pure Python `masked_crc32c` of a module, if the C checksum gives the same bits."""
+    return wrapping(module, "masked_crc32c", _fast, tried_with, accepts=_gives_the_same_bits)
+
+
+def _fast(_wrapped: Any, _instance: Any, args: Any, _kwargs: Any) -> int:
+    return _masked(bytes(args[0]))
+
+
+def _masked(data: bytes) -> int:
+    crc: int = _google_crc32c().value(data)
+    return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
+
+
 @cache
-def use_fast_crc(module: Any = record_writer) -> bool:
-    """Gives a record writer's module the C checksum instead of its own `masked_crc32c`, if the two agree."""
-    masked = _masked()
-    stock = getattr(module, "masked_crc32c", None)
-    if masked is None or stock is None or any(masked(sample) != stock(sample) for sample in _SAMPLES):
-        return False
-
-    def fast(_wrapped: Any, _instance: Any, args: Any, _kwargs: Any) -> int:
-        return masked(bytes(args[0]))
-
-    wrapt.wrap_function_wrapper(module, "masked_crc32c", fast)
-    return True
-
-
-def _masked() -> Callable[[bytes], int] | None:
+def _google_crc32c() -> Any:
     try:
         import google_crc32c  # noqa: PLC0415  without it everything works, slower
     except ImportError:
         return None
+    return google_crc32c
 
-    def masked(data: bytes) -> int:
-        crc: int = google_crc32c.value(data)
-        return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
 
-    return masked
+def _gives_the_same_bits(stock: Callable[[bytes], int] | None) -> bool:
+    if stock is None or _google_crc32c() is None:
+        return False
+    return all(_masked(sample) == stock(sample) for sample in _SAMPLES)
+
+
+TENSORBOARD_CRC = crc_patch("tensorboard.summary.writer.record_writer", "tensorboard 2.21")
+TENSORBOARDX_CRC = crc_patch("tensorboardX.record_writer", "tensorboardX 2.6")

@@ -1,64 +1,90 @@
-"""What the figures share: sizes, colours, names beside an axis, and the way to matplotlib where it is installed."""
+"""The part of the figures that depends on matplotlib's classes: the figure itself, its colours, labels along an axis.
+
+The figures are imported when the first one is drawn, so they import matplotlib as any module does. It is an extra:
+where it is missing, importing this module raises an ArgumentError that says what to install.
+"""
 
 from __future__ import annotations
 
-import importlib
+import io
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tbhooks.data.errors import ArgumentError
-from tbhooks.data.frame import ROOT
+from tbhooks.drawing.heatmap import LEVELS, NOT_FINITE, PALETTE, Scale
+from tbhooks.drawing.names import shorten_all
 from tbhooks.drawing.text import printable
-from tbhooks.views.notebook.html import shortened
 
-if TYPE_CHECKING:
+try:
+    from matplotlib.colors import ListedColormap, LogNorm, Normalize
     from matplotlib.figure import Figure
+except ImportError as missing:
+    raise ArgumentError('figures need matplotlib: pip install "tbhooks[plot]"') from missing
 
 SMALL, TINY = 8.0, 6.5
-"""Sizes of letters in points: they read at the width of a column."""
+"""Font sizes in points, legible at the width of a column."""
 TALLEST = 9.0
 LONGEST_NAME = 30
+SHOWN_DPI = 110
 DARK, TEAL, LIGHT = "#3b518b", "#21908d", "#a9c9d6"
+RED = tuple(channel / 255 for channel in NOT_FINITE)
+"""Marks NaN and Inf, as on the HTML heat maps."""
+
+_RAMP = [tuple(PALETTE[3 * i + c] / 255 for c in range(3)) for i in range(LEVELS)]
+COLOURS = ListedColormap(_RAMP, name="tbhooks").with_extremes(bad=(0, 0, 0, 0))
+"""The palette of the HTML heat maps; NaN is transparent."""
 
 
-def canvas() -> Any:
-    """The file that needs matplotlib; says how to get it where it is missing."""
-    try:
-        return importlib.import_module("tbhooks.views.figures.canvas")
-    except ImportError as missing:
-        raise ArgumentError('figures need matplotlib: pip install "tbhooks[plot]"') from missing
+class SelfShowingFigure(Figure):
+    """A matplotlib figure that a notebook shows even if pyplot was never imported."""
+
+    def _repr_png_(self) -> bytes:
+        image = io.BytesIO()
+        self.savefig(image, format="png", dpi=SHOWN_DPI)
+        return image.getvalue()
 
 
-def picture(width: float, height: float) -> Figure:
-    """An empty figure of so many inches."""
+def new_figure(width: float, height: float) -> Figure:
+    """Returns an empty figure, sizes in inches. Raises ArgumentError for a width that is none."""
     if not (isinstance(width, int | float) and 1 <= width <= 100):
-        raise ArgumentError(f"width is in inches, between 1 and 100, not {width!r}")
-    figure: Figure = canvas().Picture(figsize=(width, height), layout="constrained", dpi=canvas().SHOWN_DPI)
-    return figure
+        raise ArgumentError(f"width must be between 1 and 100 inches, got {width!r}")
+    return SelfShowingFigure(figsize=(width, height), layout="constrained", dpi=SHOWN_DPI)
+
+
+def norm_of(scale: Scale) -> Normalize:
+    """The scale of an HTML heat map as matplotlib's normalization."""
+    if scale.logarithmic:
+        return LogNorm(scale.low, scale.high, clip=True)
+    return Normalize(scale.low, scale.high if scale.high > scale.low else scale.low + 1.0)
 
 
 def labels(names: Sequence[str]) -> list[str]:
-    """Names that fit beside an axis: what all begin with goes first, then the letters of long words; numbers stay."""
-    parts = [printable(name).split(".") for name in names if name != ROOT]
-    shared = next((i for i, same in enumerate(zip(*parts, strict=False)) if len(set(same)) > 1), 0)
-    return [_short(printable(name), shared) for name in names]
+    """Names short enough to stand beside an axis; different names stay different, and "$" starts no formula.
+
+    Words between dots lose their last letters first, so that the numbers of layers stay.
+    """
+    full = [printable(name) for name in names]
+    short, prefix = shorten_all(full, LONGEST_NAME)
+    abbreviated = [
+        _abbreviate(f"…{name[len(prefix) :]}" if prefix and name.startswith(prefix) else name) for name in full
+    ]
+    if len(set(abbreviated)) == len(set(full)) and max(map(len, abbreviated)) <= LONGEST_NAME:
+        short = abbreviated
+    return [name.replace("$", r"\$") for name in short]
 
 
-def _short(name: str, shared: int) -> str:
-    """Nothing in it is taken for a formula."""
+def _abbreviate(name: str) -> str:
     words = name.split(".")
-    words = words if len(words) <= shared or len(name) <= LONGEST_NAME else ["…" + words[shared], *words[shared + 1 :]]
-    fitting = (".".join(word[:letters] for word in words) for letters in (99, 12, 10, 8, 6, 5, 4, 3))
-    chosen = next((short for short in fitting if len(short) <= LONGEST_NAME), ".".join(words))
-    return shortened(chosen, LONGEST_NAME).replace("$", r"\$")
+    shorter = (".".join(word[:letters] for word in words) for letters in (99, 12, 10, 8, 6, 5, 4, 3))
+    return next((text for text in shorter if len(text) <= LONGEST_NAME), name)
 
 
-def every(names: Sequence[str], room: float) -> int:
-    """Which of the names have room for a line each, in inches: every one, every second, ..."""
+def label_stride(names: Sequence[str], room: float) -> int:
+    """1 if every name has a line in so many inches, 2 if every second has, ..."""
     return -(-len(names) // max(int(room / (TINY * 1.25 / 72)), 2))
 
 
-def names_along(axis: Any, names: Sequence[str], room: float, **how: Any) -> None:
-    """As many names as fit beside an axis, evenly chosen."""
-    places, short = range(0, len(names), every(names, room)), labels(names)
-    axis.set_ticks(list(places), [short[i] for i in places], fontsize=TINY, **how)
+def set_names(axis: Any, names: Sequence[str], room: float, **options: Any) -> None:
+    """Labels the ticks of an axis with as many names as fit, evenly chosen."""
+    ticks, short = range(0, len(names), label_stride(names, room)), labels(names)
+    axis.set_ticks(list(ticks), [short[i] for i in ticks], fontsize=TINY, **options)

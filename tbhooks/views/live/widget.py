@@ -1,7 +1,7 @@
-"""The interactive live view: a widget of anywidget fed with the same words and numbers as the static one.
+"""The interactive live view: an anywidget widget that shows the same text and numbers as the static view.
 
-What it shows is decided in `panel` and `strip`; the script in `static/live.js` lays it out and asks for what a click
-needs. Made only where anywidget is installed; nothing of it is loaded from a network.
+`panel` and `timeline` decide what it shows; `static/live.js` lays it out and asks for the histogram of a clicked cell.
+Nothing is loaded from a network.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import numpy as np
 
 from tbhooks.data.errors import ArgumentError
 from tbhooks.data.frame import Frame
+from tbhooks.data.grids import Grid
 from tbhooks.data.history import MOST_WITH_BUCKETS
 from tbhooks.data.stats import STAT_NAMES, Floats
 from tbhooks.drawing.heatmap import PALETTE, WRONG, Scale
 from tbhooks.drawing.text import number, printable, rebinned
-from tbhooks.runs.report_data import Grid
 from tbhooks.views.live import Live, panel, publish
 from tbhooks.views.notebook import html
 
@@ -26,12 +26,12 @@ STATIC = Path(__file__).parent / "static"
 MIME = "application/vnd.jupyter.widget-view+json"
 MOST_ROWS = 400
 BINS = 48
-_READ = ("mean", "std", "min", "max", "zero_fraction", "nan_count", "inf_count")
+_SHOWN_STATS = ("mean", "std", "min", "max", "zero_fraction", "nan_count", "inf_count")
 
 
 @cache
 def _widget_class() -> Any:
-    """Built on first use: its base class is an extra."""
+    """Made on first use, because its base class is an extra."""
     import anywidget  # noqa: PLC0415
     import traitlets  # noqa: PLC0415
 
@@ -42,76 +42,77 @@ def _widget_class() -> Any:
         "stat": traitlets.Unicode().tag(sync=True),
         "view": traitlets.Dict().tag(sync=True),
         "palette": traitlets.Bytes(PALETTE).tag(sync=True),
-        "twin": traitlets.Unicode().tag(sync=True),
+        "static_class": traitlets.Unicode().tag(sync=True),
     }
     return type("LiveView", (anywidget.AnyWidget,), members)
 
 
 class WidgetScreen:
-    """A widget that shows a live view, and answers what its readers choose and click."""
+    """A widget that shows a live view, and reacts to what users choose and click.
 
-    def __init__(self, live: Live, twin: str) -> None:
+    `static_class` is the CSS class of the static view in the same cell, which the widget hides.
+    """
+
+    def __init__(self, live: Live, static_class: str) -> None:
         self._live = live
-        followed = live.followed
-        self._widget = _widget_class()(kind=followed.kind, stat=followed.stat, twin=twin, view=view(live))
-        self._widget.observe(self._chosen, names=["kind", "stat"])
-        self._widget.on_msg(self._asked)
+        kind, stat = live.timeline.kind, live.timeline.stat
+        self._widget = _widget_class()(kind=kind, stat=stat, static_class=static_class, view=view(live))
+        self._widget.observe(self._on_choice, names=["kind", "stat"])
+        self._widget.on_msg(self._on_message)
 
     def open(self, live: Live) -> None:
-        """Another view of the one widget."""
-        shown = self._widget._repr_mimebundle_()
-        data = shown[0] if isinstance(shown, tuple) else shown
-        told = "The interactive view needs a running kernel; the last state it had is above."
-        publish({MIME: data[MIME], "text/plain": told})
+        """Shows another view of the same widget."""
+        bundle = self._widget._repr_mimebundle_()
+        data = bundle[0] if isinstance(bundle, tuple) else bundle
+        text = "The interactive view needs a running kernel; its last state is shown above."
+        publish({MIME: data[MIME], "text/plain": text})
         self._leave_main_thread()
 
-    def renew(self, live: Live, *, whole: bool) -> None:
+    def update(self, live: Live, *, final: bool) -> None:
         self._widget.view = view(live)
         self._leave_main_thread()
 
     def _leave_main_thread(self) -> None:
-        """Lets the notebook choose where its messages are answered, as its subshells allow while a cell is running.
+        """Lets a subshell of the kernel answer the widget's messages while a cell is running.
 
-        ipykernel 7 notes who spoke last and gives them to that thread, which is busy with training.
+        ipykernel 7 sends them to the thread that used the comm last, which is busy with training.
         """
         vars(self._widget.comm).pop("_reply_subshell_id", None)
 
-    def _chosen(self, _change: object) -> None:
-        wanted, shown = (self._widget.kind, self._widget.stat), self._live.followed
+    def _on_choice(self, _change: object) -> None:
+        wanted, shown = (self._widget.kind, self._widget.stat), self._live.timeline
         if wanted != (shown.kind, shown.stat):
             try:
                 self._live.choose(*wanted)
-            except ArgumentError:  # what a watch does not read, it does not show
+            except ArgumentError:  # the watch does not read it
                 self._widget.kind, self._widget.stat = shown.kind, shown.stat
 
-    def _asked(self, _widget: object, content: Any, _buffers: object) -> None:
+    def _on_message(self, _widget: object, content: Any, _buffers: object) -> None:
         if isinstance(content, dict) and content.get("ask") == "histogram":
             self._widget.send({"histogram": histogram(self._live, content)})
 
 
 def view(live: Live) -> dict[str, Any]:
-    """Everything the script shows: words, and matrices as bytes, a row after the other."""
-    followed, told = live.followed, live.told()
-    sick = told.sick()
-    grid = followed.grid(sick, MOST_ROWS)
+    """Everything the script shows: text, and matrices as row-major bytes."""
+    timeline, status = live.timeline, live.status()
+    flagged, layers = status.flagged(), timeline.layers
+    grid = timeline.grid(flagged, MOST_ROWS)
     scale = Scale.of(np.where(grid.wrong, np.nan, grid.values))
-    shown, more = panel.newest(told)
-    notes = [panel.alarm(grid, followed.heat), more, *told.notes]
-    if len(grid.names) < len(followed.heat.names):
-        notes.append(panel.left_out(grid, followed.heat))
+    shown, more = panel.newest(status)
+    notes = [panel.nonfinite_note(grid, layers), more, *status.notes, panel.left_out(grid, layers)]
     return {
-        "headline": panel.headline(followed, told),
-        "title": panel.title(grid, followed.heat.span),
+        "headline": panel.headline(timeline, status),
+        "title": panel.title(grid, layers.span),
         "lines": [
-            {"name": line.name, "words": line.words, "heights": _plain(line.heights)} for line in panel.lines(followed)
+            {"name": one.name, "words": one.words, "heights": _to_json(one.heights)} for one in panel.lines(timeline)
         ],
-        "kind": followed.kind,
-        "stat": followed.stat,
-        "kinds": list(followed.kinds),
-        "stats": [name for name in STAT_NAMES if name != "ratio" or followed.kind.endswith("update")],
+        "kind": timeline.kind,
+        "stat": timeline.stat,
+        "kinds": list(timeline.kinds),
+        "stats": [name for name in STAT_NAMES if name != "ratio" or timeline.kind.endswith("update")],
         "names": list(grid.names),
-        "sick": [i for i, name in enumerate(grid.names) if name in sick],
-        "steps": [followed.heat.steps(column) for column in range(followed.heat.columns)],
+        "flagged": [i for i, name in enumerate(grid.names) if name in flagged],
+        "steps": [layers.steps(column) for column in range(layers.columns)],
         "values": grid.values.astype(np.float32).tobytes(),
         "levels": _levels(grid, scale).tobytes(),
         "scale": {"low": number(scale.low), "high": number(scale.high), "logarithmic": scale.logarithmic},
@@ -128,31 +129,31 @@ def _levels(grid: Grid, scale: Scale) -> Any:
     return levels
 
 
-def _plain(heights: Floats) -> list[float | None]:
-    """JSON has no NaN."""
+def _to_json(heights: Floats) -> list[float | None]:
+    """NaN becomes null, which JSON has."""
     return [None if np.isnan(height) else round(height, 4) for height in heights.tolist()]
 
 
-def histogram(live: Live, asked: dict[str, Any]) -> dict[str, Any]:
-    """What a click on a cell shows: the distribution at the newest of its steps that has one, or why there is none."""
-    name, first, last = str(asked.get("name")), asked.get("first"), asked.get("last")
+def histogram(live: Live, request: dict[str, Any]) -> dict[str, Any]:
+    """What a click on a cell shows: the histogram at the newest of its steps that has one, or why there is none."""
+    name, first, last = str(request.get("name")), request.get("first"), request.get("last")
     if not isinstance(first, int) or not isinstance(last, int):
-        return {"title": printable(name), "why": "A histogram is asked for by name and steps."}
-    kind = live.followed.kind
+        return {"title": printable(name), "why": "The request has no name or no steps."}
+    kind = live.timeline.kind
     for frame in reversed(live.history[:]):
         if first <= frame.step <= last and (name, kind) in frame and frame.buckets.shape[1]:
             return _distribution(frame, name, kind)
     steps = f"step {first}" if first == last else f"steps {first} to {last}"
-    why = f"No histogram is kept: the newest {MOST_WITH_BUCKETS} frames have theirs, if their step took one."
+    why = f"No histogram is kept: only the newest {MOST_WITH_BUCKETS} logged steps keep theirs."
     return {"title": printable(f"{kind} of {name} at {steps}"), "why": why}
 
 
 def _distribution(frame: Frame, name: str, kind: str) -> dict[str, Any]:
     reading = frame[name, kind]
     low, high = reading.min, reading.max
-    words = ", ".join(f"{stat.replace('_', ' ')} {number(getattr(reading, stat), stat)}" for stat in _READ)
-    told = {"title": printable(f"{kind} of {name} at step {frame.step}"), "words": words}
+    words = ", ".join(f"{stat.replace('_', ' ')} {number(getattr(reading, stat), stat)}" for stat in _SHOWN_STATS)
+    shown: dict[str, Any] = {"title": printable(f"{kind} of {name} at step {frame.step}"), "words": words}
     if not np.isfinite(low):
-        return {**told, "why": "There is no finite value."}
+        return {**shown, "why": "No value is finite."}
     heights = rebinned(reading.counts, low, high, BINS) if high > low else np.array([reading.count])
-    return {**told, "low": number(low), "high": number(high), "heights": heights.tolist()}
+    return {**shown, "low": number(low), "high": number(high), "heights": heights.tolist()}

@@ -1,4 +1,4 @@
-"""Frames as one tidy table of pandas: a row a step and site, a column a statistic."""
+"""Frames as one tidy pandas DataFrame: one row per step and site, one column per statistic."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from tbhooks.drawing.text import outputs_of
 if TYPE_CHECKING:
     import pandas as pd
 
-_WHOLE = ("count", "nan_count", "inf_count")
+_INTEGERS = ("count", "nan_count", "inf_count")
 
 
-def of_frames(frames: Sequence[Frame]) -> pd.DataFrame:
-    """Columns: `step path index kind`, every statistic, `type shape dtype` where a frame knows its outputs, and
-    `dead_fraction entropy max_logit` where a frame has them. Counts are whole numbers, kinds a category; a
-    statistic a site does not have is NaN, such as the ratio of anything but an update.
+def to_dataframe(frames: Sequence[Frame]) -> pd.DataFrame:
+    """Returns a table with the columns `step path index kind` and every statistic.
+
+    Frames of `peek` add `type shape dtype`; `dead_fraction entropy max_logit` are there if any site has them. Counts
+    are integers and kinds a category. A statistic that a site does not have is NaN, such as the ratio of an activation.
+    Raises ArgumentError if pandas is not installed.
     """
     try:
         import pandas as pd  # noqa: PLC0415  an extra
@@ -29,8 +31,8 @@ def of_frames(frames: Sequence[Frame]) -> pd.DataFrame:
         raise ArgumentError('to_pandas() needs pandas: pip install "tbhooks[pandas]"') from missing
 
     parts = [pd.DataFrame(_columns(frame)) for frame in frames if frame.sites]
-    table = pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(_columns(_NOTHING))
-    return table.astype({**dict.fromkeys(_WHOLE, "int64"), "step": "int64", "kind": "category"})
+    table = pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(_columns(_EMPTY))
+    return table.astype({**dict.fromkeys(_INTEGERS, "int64"), "step": "int64", "kind": "category"})
 
 
 def _columns(frame: Frame) -> dict[str, Any]:
@@ -41,22 +43,22 @@ def _columns(frame: Frame) -> dict[str, Any]:
         "step": np.full(len(sites), frame.step),
         **{part: [getattr(site, part) for site in sites] for part in ("path", "index", "kind")},
     }
-    return columns | _of_outputs(frame) | numbers | _more(frame)
+    return columns | _output_columns(frame) | numbers | _optional_stats(frame)
 
 
-def _of_outputs(frame: Frame) -> dict[str, list[Any]]:
+def _output_columns(frame: Frame) -> dict[str, list[Any]]:
     outputs = outputs_of(frame)
     if not outputs:
         return {}
     known = [outputs.get(site.name) if site.kind == "activation" else None for site in frame.sites]
-    of = {"type": "module", "shape": "shape", "dtype": "dtype"}
-    return {title: [None if o is None else getattr(o, part) for o in known] for title, part in of.items()}
+    attributes = {"type": "module", "shape": "shape", "dtype": "dtype"}
+    return {title: [None if o is None else getattr(o, name) for o in known] for title, name in attributes.items()}
 
 
-def _more(frame: Frame) -> dict[str, list[float]]:
-    """Statistics only some sites have; no column where none of them does."""
-    each = [frame._more(site) for site in frame.sites]
+def _optional_stats(frame: Frame) -> dict[str, list[float]]:
+    """Statistics that only some sites have; there is no column for one that none has."""
+    each = [frame[site.name, site.kind].more for site in frame.sites]
     return {name: [more.get(name, np.nan) for more in each] for name in MORE_STATS if any(name in m for m in each)}
 
 
-_NOTHING = Frame(0, 0.0, 0, (), np.zeros((0, WIDTH)), np.zeros((0, 0), dtype=np.int64))
+_EMPTY = Frame(0, 0.0, 0, (), np.zeros((0, WIDTH)), np.zeros((0, 0), dtype=np.int64))

@@ -1,4 +1,4 @@
-"""Distributions as pictures of two hundred bytes inside a table's cell, on a straight axis between the exact ends."""
+"""Histograms as small SVGs for the cells of a table, on a linear axis between the exact minimum and maximum."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tbhooks.drawing.text import cumulated, number, rebinned
 BARS, BAR, HEIGHT = 16, 5, 15
 
 
-def drawn(counts: Counts, low: float, high: float) -> str:
-    """The histogram of one row; in words where it has no width."""
+def draw(counts: Counts, low: float, high: float) -> str:
+    """The histogram of one tensor; as text if all values are equal, empty if there are none."""
     if not counts.any():
         return ""
     if low == high:
@@ -22,7 +22,7 @@ def drawn(counts: Counts, low: float, high: float) -> str:
     return _svg(f"{number(low)} to {number(high)}, linear", f'<path d="{_bars(rebinned(counts, low, high, BARS))}z"/>')
 
 
-def drawn_over(first: Reading, second: Reading) -> str:
+def draw_both(first: Reading, second: Reading) -> str:
     """Two histograms on one axis: the first filled, the second as a line."""
     if not (first.counts.any() and second.counts.any()):
         return ""
@@ -30,12 +30,12 @@ def drawn_over(first: Reading, second: Reading) -> str:
     if low == high:
         return f"all {number(low)}"
     edges = np.linspace(low, high, BARS + 1)
-    edges[-1] = math.inf  # a constant at the upper end is below it, too
+    edges[-1] = math.inf  # counts a constant at the upper end, too
     one, two = (
         _bars(np.diff(cumulated(reading.counts, reading.min, reading.max, edges))) for reading in (first, second)
     )
-    told = f"first filled, second a line; {number(low)} to {number(high)}, linear"
-    return _svg(told, f'<path d="{one}z"/><path class="o" d="{two}"/>')
+    title = f"first filled, second a line; {number(low)} to {number(high)}, linear"
+    return _svg(title, f'<path d="{one}z"/><path class="o" d="{two}"/>')
 
 
 def _svg(title: str, content: str) -> str:
@@ -43,7 +43,7 @@ def _svg(title: str, content: str) -> str:
 
 
 def _bars(heights: Floats) -> str:
-    """A path along the tops of the bars, of which each that is there at all is seen; equal neighbours are one bar."""
+    """The outline of the bars as an SVG path. A bar that is not empty is at least one pixel high."""
     tops = [HEIGHT - math.ceil(share * HEIGHT) for share in heights / heights.max()]
     parts, start = [f"M0 {HEIGHT}"], 0
     for i in range(1, len(tops) + 1):

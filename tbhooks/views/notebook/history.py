@@ -1,13 +1,12 @@
-"""A history as HTML: its scalars, and the telling statistics as heat maps of layers by steps.
+"""A history as HTML: its findings, its scalars, and one heat map of layers by steps for each key statistic.
 
-The grids are those of the report on a run, so that the two cannot disagree; every map says in numbers what it
-shows in colours.
+The report page shows the same tables and maps. Every map has a table with its numbers, for readers who cannot see it.
 """
 
 from __future__ import annotations
 
-import html
-from collections.abc import Sequence
+import html as std_html
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -18,124 +17,158 @@ from tbhooks.data.findings import first_of_each
 from tbhooks.data.grids import Grid
 from tbhooks.data.history import History
 from tbhooks.data.stats import QUANTILES, STAT_NAMES, Floats
-from tbhooks.drawing.heatmap import Scale, legend, picture, row_height, svg
+from tbhooks.drawing.heatmap import Scale, legend, picture, row_height, rows_to_show, svg
+from tbhooks.drawing.names import shorten_all
 from tbhooks.drawing.text import number, printable, trend
-from tbhooks.views.notebook import findings as told
-from tbhooks.views.notebook import html as page
+from tbhooks.views.notebook import findings as findings_view
+from tbhooks.views.notebook import html
 
-# So large a map still reads, and six of them stay within a notebook's means.
+# Larger maps no longer read well, and six of them have to fit into a notebook.
 MOST_ROWS, MOST_COLUMNS = 120, 100
-UNFOLDED = {("activation", "std"), ("gradient", "norm"), ("update", "ratio")}
+OPEN_MAPS = {("activation", "std"), ("gradient", "norm"), ("update", "ratio")}
+TREND_WIDTH = 24
+ScalarSeries = Mapping[str, tuple[Sequence[int], Floats]]
 
 
 def grid_of(history: History, stat: str, kind: str) -> Grid:
-    """One statistic of one kind over the steps; raises with the nearest name for what there is not."""
+    """One statistic of one kind by layer and step.
+
+    Raises ArgumentError, naming the nearest valid name, for a statistic or kind that the history does not have.
+    """
     check_names("stat", (stat,), STAT_NAMES)
     frames = [frame for frame in history if any(site.kind == kind for site in frame.sites)]
     if not frames:
         known = dict.fromkeys(site.kind for frame in history for site in frame.sites)
-        raise ArgumentError(f"no frame has the kind {kind!r}: {nearest(str(kind), known)}")
+        raise ArgumentError(f"no logged step has the kind {kind!r}: {nearest(str(kind), known)}")
     if stat == "ratio" and kind != "update":
         raise ArgumentError(f"only the kind 'update' has a ratio, not {kind!r}")
     (grid,) = grids.grids_of(kind, frames, (stat,))
-    if stat in QUANTILES:  # older frames have let go of their buckets
+    if stat in QUANTILES:  # older frames no longer have their histograms
         grid = replace(grid, seen=grid.seen & np.isfinite(grid.values))
     return grid
 
 
-def _scalars_of(history: History) -> dict[str, tuple[list[int], Floats]]:
+def _scalars_of(history: History) -> ScalarSeries:
     tags = dict.fromkeys(tag for frame in history for tag in frame.scalars)
     return {tag: history.scalar(tag) for tag in grids.own_scalars(tags)}
 
 
 def as_text(history: History) -> str:
-    """What there is, and the scalars with their trend."""
+    """The history's repr, its findings, and its scalars with their trend."""
     rows = [["scalar", "first", "last", "trend"]]
-    rows += [[printable(tag), *_ends(values), _trend(values)] for tag, (_, values) in _scalars_of(history).items()]
-    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    for tag, (_, values) in _scalars_of(history).items():
+        rows.append([printable(tag), number(values[0]), number(values[-1]), _trend(values)])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(n) for cell, n in zip(row, widths, strict=True)).rstrip() for row in rows]
     findings = first_of_each(history)
-    found = [told.as_text(findings)] if findings else []
-    return "\n\n".join([repr(history), *found, *(["\n".join(lines)] if len(rows) > 1 else [])])
-
-
-def _ends(values: Floats) -> list[str]:
-    return [number(values[0]), number(values[-1])]
-
-
-def _trend(values: Floats) -> str:
-    return trend(values, ~np.isfinite(values), 24)
+    parts = [repr(history), findings_view.as_text(findings) if findings else "", "\n".join(lines) if rows[1:] else ""]
+    return "\n\n".join(filter(None, parts))
 
 
 def as_html(history: History) -> str:
-    """Findings, scalars, and a heat map for each telling statistic."""
+    """Findings, scalars, and a heat map for each key statistic."""
     frames, findings = history[:], first_of_each(history)
     steps = [frame.step for frame in frames if not frame.is_evaluation]
-    evaluations = len(frames) - len(steps)
-    span = f"{page.plural(len(steps), 'logged step')}, {steps[0]} to {steps[-1]}" if steps else "no frames of training"
-    evaluated = f", {page.plural(evaluations, 'evaluation')}" if evaluations else ""
-    sick = {finding.site.name for finding in findings if finding.site is not None}
-    maps = "".join(_map(grid, sick) for grid in grids.grids(frames))
-    headline = f"<p><b>History</b>: {span}{evaluated}; {told.counted(findings)}.</p>"
-    how = '<p class="soft">In each map a row is a layer, in execution order, and a column a step.</p>' if maps else ""
-    return headline + told.as_html(findings) + _scalars(history) + how + maps
+    flagged = {finding.site.name for finding in findings if finding.site is not None}
+    maps = "".join(_folded_map(grid, flagged) for grid in grids.grids(frames))
+    headline = f"{logged_steps(steps, len(frames) - len(steps))}; {findings_view.counted(findings)}"
+    scalars = _scalars_of(history)
+    explained = "In each map one row is a layer, in execution order, and one column a logged step." if maps else ""
+    parts = [
+        f"<p><b>History</b>: {headline}.</p>", findings_view.as_html(findings),
+        scalar_table(scalars) if scalars else "", html.paragraph(explained), maps,
+    ]  # fmt: skip
+    return "".join(parts)
 
 
-def _scalars(history: History) -> str:
+def logged_steps(steps: Sequence[int], evaluations: int) -> str:
+    """`6 logged steps, 0 to 50, 2 evaluations`."""
+    span = f"{html.plural(len(steps), 'logged step')}, {steps[0]} to {steps[-1]}" if steps else "no tbhooks data found"
+    return span + (f", {html.plural(evaluations, 'evaluation')}" if evaluations else "")
+
+
+def scalar_table(scalars: ScalarSeries, width: int = TREND_WIDTH) -> str:
+    """First and last value of each scalar, and its trend as small bars."""
+    names = html.escape_names(list(scalars))
     rows = [
-        [page.name(tag), *_ends(values), str(steps[-1]), page.text(_trend(values))]
-        for tag, (steps, values) in _scalars_of(history).items()
+        [name, number(values[0]), number(values[-1]), str(steps[-1]), html.escape(_trend(values, width))]
+        for name, (steps, values) in zip(names, scalars.values(), strict=True)
     ]
-    return page.table(("scalar", "first", "last", "at step", "<trend"), rows) if rows else ""
+    return html.table(("scalar", "first", "last", "at step", "<trend"), rows)
 
 
-def _map(grid: Grid, sick: set[str]) -> str:
-    shown, note = _fewer_rows(grid, sick)
-    thin = shown.thinned(MOST_COLUMNS)
+def _trend(values: Floats, width: int = TREND_WIDTH) -> str:
+    return trend(values, ~np.isfinite(values), width)
+
+
+def _folded_map(grid: Grid, flagged: set[str]) -> str:
+    shown, note = _fewer_rows(grid, flagged)
+    body = heat_map(shown, MOST_COLUMNS, [note, nonfinite_note(grid)])
+    return html.details(grid.title, body, is_open=(grid.kind, grid.stat) in OPEN_MAPS)
+
+
+def heat_map(grid: Grid, most_columns: int, notes: Collection[str] = (), *, has_details: bool = False) -> str:
+    """A heat map with its legend, notes, and a folded table of its numbers.
+
+    With `has_details` every row has a tooltip, and the table a column with the trend.
+    """
+    thin = grid.thinned(most_columns)
     if len(thin.steps) < len(grid.steps):
-        note += (
-            f" {len(grid.steps)} steps in {len(thin.steps)} columns, each the value furthest from zero of its steps."
-        )
+        columns = f"{len(grid.steps)} steps in {len(thin.steps)} columns; each shows the value furthest from zero."
+        notes = [*notes, columns]
     scale = Scale.of(np.where(thin.wrong, np.nan, thin.values))
-    names = [printable(page.shortened(name, page.LONGEST_NAME)) for name in shown.names]
-    image = svg(printable(f"{grid.title}, {scale.words}"), picture(thin.values, thin.wrong, scale), names, (),
+    names, _ = shorten_all([printable(name) for name in grid.names], html.LONGEST_NAME)
+    tooltips = [f"{name}: {_range_of(grid, i)}" for i, name in enumerate(names)] if has_details else ()
+    image = svg(printable(f"{grid.title}, {scale.words}"), picture(thin.values, thin.wrong, scale), names, tooltips,
                 thin.steps.tolist(), row_height(len(names)))  # fmt: skip
-    words = f'<p class="soft">{page.text(note.strip())}</p>' if note else ""
-    body = legend(scale, wrong=bool(shown.wrong.any())) + _alarm(grid) + words + image + _in_numbers(shown, names)
-    return page.folded(grid.title, body, unfolded=(grid.kind, grid.stat) in UNFOLDED)
+    said = "".join(html.paragraph(note) for note in notes)
+    return legend(scale, wrong=bool(grid.wrong.any())) + said + image + _in_numbers(grid, names, has_details)
 
 
-def _fewer_rows(grid: Grid, sick: set[str]) -> tuple[Grid, str]:
-    """Those with findings or something not finite, and of the others evenly as many as there is room for."""
+def _fewer_rows(grid: Grid, flagged: set[str]) -> tuple[Grid, str]:
+    """At most MOST_ROWS rows, those with findings or non-finite values first; and a note on what was left out."""
     n = len(grid.names)
     if n <= MOST_ROWS:
         return grid, ""
-    chosen = [i for i in range(n) if grid.names[i] in sick or grid.wrong[i].any()][: MOST_ROWS // 2]
-    others = sorted(set(range(n)) - set(chosen))
-    evenly = np.linspace(0, len(others) - 1, MOST_ROWS - len(chosen)).round().astype(int)
-    rows = np.array(sorted({*chosen, *(others[i] for i in evenly)}))
+    urgent = [i for i in range(n) if grid.names[i] in flagged or grid.wrong[i].any()]
+    rows = rows_to_show(urgent[: MOST_ROWS // 2], n, MOST_ROWS)
     names = tuple(grid.names[i] for i in rows)
     fewer = replace(grid, names=names, values=grid.values[rows], bad=grid.bad[rows], seen=grid.seen[rows])
     return fewer, f"{len(rows)} of {n} rows, those with findings among them."
 
 
-def _alarm(grid: Grid) -> str:
-    """What the colour of its own says, in words."""
+def nonfinite_note(grid: Grid) -> str:
+    """Says in how many rows there is NaN or Inf, and where first; empty if in none."""
     columns = np.flatnonzero(grid.wrong.any(axis=0))
     if not len(columns):
         return ""
-    first = page.name(grid.names[int(grid.wrong[:, columns[0]].argmax())])
+    first = grid.names[int(grid.wrong[:, columns[0]].argmax())]
     rows = int(grid.wrong.any(axis=1).sum())
-    since = f"the first is <bdi>{first}</bdi> at step {grid.steps[columns[0]]}"
-    return f"<p>NaN or infinite values in {rows} of {len(grid.names)} rows; {since}.</p>"
+    where = f"first in {first} at step {grid.steps[columns[0]]}"
+    return f"NaN or infinite values in {rows} of {len(grid.names)} rows, {where}."
 
 
-def _in_numbers(grid: Grid, names: Sequence[str]) -> str:
-    """The map's first, last and extreme values, for readers who do not see it."""
+def _range_of(grid: Grid, row: int) -> str:
+    known = _finite(grid, row)
+    if not len(known):
+        return "no finite value"
+    last, low, high = (number(value, grid.stat) for value in (known[-1], known.min(), known.max()))
+    nonfinite = int(grid.wrong[row].sum())
+    return f"last {last}, {low} to {high}" + (f", not finite at {nonfinite} steps" if nonfinite else "")
+
+
+def _in_numbers(grid: Grid, names: Sequence[str], has_trends: bool) -> str:
     rows = []
     for i, name in enumerate(names):
-        known = grid.values[i][np.isfinite(grid.values[i])]
+        known = _finite(grid, i)
         ends = (known[0], known[-1], known.min(), known.max()) if len(known) else ()
-        rows.append([html.escape(name), *([number(float(value), grid.stat) for value in ends] or ["-"] * 4)])
-    table = page.table(("place", "first", "last", "least", "most"), rows)
-    return page.folded(f"{grid.title} in numbers", table, unfolded=False)
+        cells = [number(float(value), grid.stat) for value in ends] or ["-"] * 4
+        bars = [std_html.escape(trend(grid.values[i], grid.wrong[i], TREND_WIDTH))] if has_trends else []
+        rows.append([std_html.escape(name), *cells, *bars])
+    header = [html.escape(grid.kind), "first", "last", "min", "max", *(["<trend"] if has_trends else [])]
+    return html.details(f"{grid.title} in numbers", html.table(header, rows))
+
+
+def _finite(grid: Grid, row: int) -> Floats:
+    values: Floats = grid.values[row]
+    return values[np.isfinite(values)]

@@ -1,7 +1,7 @@
-"""The frame around everything a notebook shows: one style, light and dark, and the few pieces of HTML views share.
+"""The style sheet and the HTML elements that the notebook views and the report page share.
 
-Strings out. No script, no network, no ids (a notebook shows many of these at once), and every rule of the style
-is held inside `.tbhooks`. Where styles are stripped, words and numbers still say it all.
+There is no script, no network access and no element id (a notebook shows many of these outputs at once), and every
+CSS rule applies inside `.tbhooks` only. Where a host strips styles, the text and the numbers are still complete.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 
-from tbhooks.drawing import model_table
-from tbhooks.drawing.model_table import Layers
+from tbhooks.drawing.names import shorten, shorten_all
 from tbhooks.drawing.text import printable
 
 LONGEST_NAME = 200
@@ -22,11 +21,11 @@ _DARK = (
     "color-scheme:dark;--ink:#e6e9ec;--soft:#9aa4ae;--paper:#111;--line:#323940;--card:#1d2125;--bar:#5cc0c8;"
     "--other:#f2955c;--error:#ff8a8f;--warning:#f2c14e;--info:#7cbcff"
 )
-# What a notebook says about its own theme goes before what the browser prefers.
-_SAYS_LIGHT = ('[data-jp-theme-light="true"]', ".vscode-light", '[data-theme="light"]', "[theme=light]")
-_SAYS_DARK = ('[data-jp-theme-light="false"]', ".vscode-dark", '[data-theme="dark"]', "[theme=dark]")
-# JupyterLab styles tables with two classes and an attribute, so ours is named more often than that.
-_OURS = ".tbhooks.tbhooks.tbhooks"
+# The notebook's own theme takes precedence over the browser's preference.
+_LIGHT_HOSTS = ('[data-jp-theme-light="true"]', ".vscode-light", '[data-theme="light"]', "[theme=light]")
+_DARK_HOSTS = ('[data-jp-theme-light="false"]', ".vscode-dark", '[data-theme="dark"]', "[theme=dark]")
+# JupyterLab styles tables with two classes and an attribute; repeating the class outranks that.
+_SCOPE = ".tbhooks.tbhooks.tbhooks"
 _RULES = (
     ("", "background:var(--paper);color:var(--ink);font:12.5px/1.45 system-ui,sans-serif;padding:.5em .7em"),
     ("p", "margin:.35em 0"),
@@ -65,38 +64,33 @@ def _style() -> str:
     themes = [
         f".tbhooks{{{_LIGHT}}}@media (prefers-color-scheme:dark){{.tbhooks{{{_DARK}}}}}",
         *(f"{','.join(f'{host} .tbhooks' for host in hosts)}{{{colours}}}"
-          for hosts, colours in ((_SAYS_LIGHT, _LIGHT), (_SAYS_DARK, _DARK))),
+          for hosts, colours in ((_LIGHT_HOSTS, _LIGHT), (_DARK_HOSTS, _DARK))),
     ]  # fmt: skip
-    rules = [f"{','.join(_inside(part) for part in what.split(','))}{{{how}}}" for what, how in _RULES]
-    return "".join([*themes, *rules])
-
-
-def _inside(selector: str) -> str:
-    return f"{_OURS} {selector}" if selector else _OURS
+    scoped = [(",".join(f"{_SCOPE} {part}".strip() for part in what.split(",")), how) for what, how in _RULES]
+    return "".join([*themes, *(f"{selectors}{{{how}}}" for selectors, how in scoped)])
 
 
 STYLE = _style()
 
 
-def wrapped(body: str) -> str:
-    """A body of HTML with the style it needs, fit for a cell's output."""
+def wrap(body: str) -> str:
+    """Returns HTML for a cell's output: the body together with the style it needs."""
     return f'<div class="tbhooks"><style>{STYLE}</style>{body}</div>'
 
 
-def text(words: str) -> str:
-    """Words as HTML: nothing in them is markup, or moves what stands around them."""
-    return html.escape(printable(words))
+def escape(text: str) -> str:
+    """Escapes markup, and spells out control characters and text-direction marks."""
+    return html.escape(printable(text))
 
 
-def name(path: str) -> str:
-    """A path as HTML; of one longer than any module has by honest means, both ends."""
-    return text(shortened(path, LONGEST_NAME))
+def escape_name(path: str) -> str:
+    """Escapes one module path, shortened if it is longer than a real one ever is."""
+    return html.escape(shorten(printable(path), LONGEST_NAME))
 
 
-def shortened(path: str, longest: int) -> str:
-    """Names differ at both ends, so the middle goes."""
-    tail = (longest - 1) // 2
-    return path if len(path) <= longest else path[: longest - 1 - tail] + "…" + path[len(path) - tail :]
+def escape_names(paths: Sequence[str]) -> list[str]:
+    """Escapes the module paths of one table or map; long ones are shortened and stay distinct."""
+    return [html.escape(name) for name in shorten_all([printable(path) for path in paths], LONGEST_NAME)[0]]
 
 
 def plural(n: int, word: str) -> str:
@@ -104,8 +98,14 @@ def plural(n: int, word: str) -> str:
     return f"{n:,} {word}" if n == 1 else f"{n:,} {word}s"
 
 
+def paragraph(text: str, css: str = "soft") -> str:
+    """Plain text as a paragraph of this CSS class; an empty string if there is no text."""
+    mark = f' class="{css}"' if css else ""
+    return f"<p{mark}>{escape(text)}</p>" if text else ""
+
+
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Cells are HTML already; the first of a row is its name. A heading starting with "<" has its column set left."""
+    """A table of cells that are HTML already. A heading that starts with "<" has its column aligned left."""
     css = [' class="left"' if title.startswith("<") else "" for title in header]
     head = "".join(f"<th{c}>{title.removeprefix('<')}</th>" for c, title in zip(css, header, strict=True))
     body = "".join(
@@ -117,21 +117,11 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-def folded(title: str, body: str, *, unfolded: bool) -> str:
-    """A section that opens and closes without a script; its title is text."""
-    return f"<details{' open' if unfolded else ''}><summary>{text(title)}</summary>{body}</details>"
+def details(title: str, body: str, *, is_open: bool = False) -> str:
+    """A section that opens and closes without a script. The title is plain text, the body HTML."""
+    return f"<details{' open' if is_open else ''}><summary>{escape(title)}</summary>{body}</details>"
 
 
-def listed(sentences: Sequence[str]) -> str:
-    """Sentences as points of a list; nothing where there are none."""
-    return f"<ul>{''.join(f'<li>{text(sentence)}</li>' for sentence in sentences)}</ul>" if sentences else ""
-
-
-def as_html(layers: Layers) -> str:
-    """The table with its totals; of a long one both ends."""
-    first, last, between = model_table.ends(model_table.cells(layers))
-    gap = [[f"{between:,} more", *[""] * (len(model_table.COLUMNS) - 1)]] if between else []
-    rows = [[name(cell) for cell in row] for row in (*first, *gap, *last)]
-    headline = f"<p><b>{text(layers.model)}</b>: {plural(len(layers.layers), 'layer')}.</p>"
-    told = "".join(f'<p class="soft">{text(sentence)}</p>' for sentence in model_table.totals(layers))
-    return wrapped(headline + table([title for title, _ in model_table.COLUMNS], rows) + told)
+def bullets(sentences: Sequence[str]) -> str:
+    """Plain sentences as a list; an empty string if there are none."""
+    return f"<ul>{''.join(f'<li>{escape(sentence)}</li>' for sentence in sentences)}</ul>" if sentences else ""

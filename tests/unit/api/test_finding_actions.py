@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 import tbhooks
-from tbhooks.api.finding_actions import Reactions
+from tbhooks.api.finding_actions import FindingActions
 from tbhooks.data.frame import Finding, Site
+from tbhooks.data.history import History
 from tbhooks.data.self_report import Report
 from tests.support.loops import mlp, sgd, train
 
@@ -83,7 +84,7 @@ def test_an_unknown_reaction_is_refused() -> None:
 
 
 def test_a_finding_that_comes_while_the_training_thread_looks_is_raised_the_next_time() -> None:
-    class Interrupted(Reactions):
+    class Interrupted(FindingActions):
         """The background thread tells of a finding right after the training thread has seen that there is none."""
 
         _later: Any = None
@@ -92,10 +93,10 @@ def test_a_finding_that_comes_while_the_training_thread_looks_is_raised_the_next
             value = super().__getattribute__(name)
             if name == "_to_raise" and self._later is not None:
                 finding, self._later = self._later, None
-                self.raise_soon(finding)
+                self._to_raise = finding
             return value
 
-    reactions = Interrupted(Report())
+    reactions = Interrupted((), History(), Report())
     reactions._later = finding = Finding(2, Site("0", "activation"), "mine", "warning", "look here", {})
     reactions.raise_if_asked()
     with pytest.raises(tbhooks.FindingError) as raised:

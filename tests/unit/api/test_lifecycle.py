@@ -254,7 +254,7 @@ def test_trouble_is_told_to_whoever_listens_once(script: Script) -> None:
     assert (status, out) == (0, "")
     assert err.splitlines() == [
         "tbhooks: Failing: OSError: unplugged",
-        "tbhooks: a logged step was dropped: no sink could write it",
+        "tbhooks: a logged step was dropped: every sink failed to write it",
     ]
 
 
@@ -338,7 +338,7 @@ def wait(pump, timeout_s):
     print("wait", timeout_s, flush=True)
     return stock_wait(pump, timeout_s)
 
-stock_wait, tbhooks.delivery.worker.Pump.wait = tbhooks.delivery.worker.Pump.wait, wait
+stock_wait, tbhooks.delivery.worker.Worker.wait = tbhooks.delivery.worker.Worker.wait, wait
 sys.modules["tbhooks.api.lifecycle"].EXIT_DEADLINE_S = sys.modules["tbhooks.api.lifecycle"].SIGTERM_DEADLINE_S = 1.5
 watched = []
 for sink in [Hung(), Hung(), Hung(), tbhooks.JsonlSink("run/f.jsonl"), Hung()]:
@@ -403,7 +403,7 @@ del watched, model, optimizer
 gc.collect()
 model, optimizer = make()
 tbhooks.watch(model, every=1).close()
-print("closed", w in tbhooks.api.lifecycle.open_watches)
+print("closed", w._lifecycle in tbhooks.api.lifecycle.open_watches)
 os._exit(0)
 """
     )
@@ -532,8 +532,8 @@ model, optimizer = make()
 w = tbhooks.watch(model, {writer}, every=1)
 for _ in range(30):
     train_step(model, optimizer)
-w._loop.settle()
-w._pump.wait()
+w._session.settle()
+w._worker.wait()
 os.kill(os.getpid(), signal.SIGKILL)
 """)
     assert (status, err) == (-signal.SIGKILL, "")

@@ -127,7 +127,7 @@ def test_all_calls_of_a_module_are_in_its_numbers() -> None:
     frame = peek_unseen(nn.Sequential(layer, layer, layer), torch.randn(2, 4), loss="sum", keep=nn.Linear)
     assert frame["0", "activation"].count == frame["0", "gradient"].count == 3 * 8
     assert list(frame.kept) == ["0"]
-    assert frame.notes == ("kept of the last call only: 0 (3 calls)",)
+    assert frame.notes == ("only the last call was kept: 0 (3 calls)",)
 
 
 def test_sum_adds_up_every_floating_tensor_of_the_output() -> None:
@@ -350,7 +350,7 @@ def test_parameters_the_forward_itself_changes_are_told() -> None:
 
     model = Writes()
     frame = peek(model, torch.ones(1, 2))
-    assert frame.notes == ("changed in place by the pass itself, and left so: inner.weight, input",)
+    assert frame.notes == ("changed in place by the pass, and not restored: inner.weight, input",)
     assert model.plain.tolist() == [0.0, 0.0], "tensors that are attributes are put back as buffers are"
     assert model.plain._version == 0
 
@@ -471,7 +471,7 @@ def test_a_parameter_that_is_given_as_an_input_too_is_one() -> None:
 def test_frozen_models_are_looked_at_without_a_backward() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.ReLU()).requires_grad_(False)
     frame = peek_unseen(model, torch.ones(2, 3), loss="sum")
-    assert frame.notes == ("the loss depends on nothing that needs a gradient: there was no backward pass",)
+    assert frame.notes == ("the loss does not require a gradient: there was no backward pass",)
     assert {site.kind for site in frame.sites} == {"activation", "weight"}
     with_gradient = peek_unseen(model, torch.ones(2, 3, requires_grad=True), loss="sum")
     assert ("0", "gradient") in with_gradient
@@ -641,10 +641,10 @@ def test_a_model_on_a_device_is_read_there_and_kept_on_the_host() -> None:
     [
         ({"loss": "mean"}, "loss='mean' is unknown: choose from 'sum'"),
         ({"loss": "smu"}, "did you mean 'sum'"),
-        ({"loss": torch.ones(())}, "loss is a function of what the model returns"),
-        ({"loss": nn.MSELoss}, "loss is a function of what the model returns"),
-        ({"loss": lambda y: y}, r"not a torch.float32 tensor of shape \(2, 3\)"),
-        ({"loss": lambda y: 1.5}, "one floating number as a tensor, not 1.5"),
+        ({"loss": torch.ones(())}, "loss must be a function of the model's output"),
+        ({"loss": nn.MSELoss}, "loss must be a function of the model's output"),
+        ({"loss": lambda y: y}, r"got a torch.float32 tensor of shape \(2, 3\)"),
+        ({"loss": lambda y: 1.5}, "a floating-point tensor with one element, got 1.5"),
         ({"keep": "encodr"}, "keep='encodr' matches no module of this model: did you mean 'encoder'"),
         ({"keep": 3}, "keep takes a glob"),
         ({"keep": []}, "keep is an empty list"),
@@ -664,9 +664,9 @@ def test_models_without_numbers_are_refused() -> None:
         peek(nn.Sequential(nn.LazyLinear(3)), torch.ones(2, 2))
     with torch.device("meta"), pytest.raises(ArgumentError, match=r"0\.weight is on the meta device"):
         peek(nn.Sequential(nn.Linear(2, 2)), torch.ones(2, 2))
-    with pytest.raises(ArgumentError, match="model is a torch"):
+    with pytest.raises(ArgumentError, match="model must be a torch"):
         peek(lambda x: x, torch.ones(2))  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match='loss="sum" found no floating tensor in the output, a list'):
+    with pytest.raises(ArgumentError, match='loss="sum" needs a floating-point tensor in the output, a list'):
         peek(_Empty(), loss="sum")
 
 
@@ -751,7 +751,7 @@ def test_what_does_not_fit_is_left_out_and_named(monkeypatch: pytest.MonkeyPatch
     model = nn.Sequential(nn.Linear(1, 1 << 19), nn.Identity(), nn.Linear(1 << 19, 4))
     frame = peek(model, torch.ones(1, 1), keep=["?"])
     assert list(frame.kept) == ["0", "2"]
-    assert frame.notes == ("not kept, as it would be more than 3 MB in all: 1 (2.0 MB)",)
+    assert frame.notes == ("not kept, because keep= is limited to 3 MB: 1 (2.0 MB)",)
 
 
 def test_a_pattern_that_only_fits_what_is_never_called_is_told() -> None:

@@ -464,14 +464,14 @@ def test_every_is_a_whole_number_of_at_least_one(every: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"model": "resnet"}, "model is a torch.nn.Module, not 'resnet'"),
-        ({"model": nn.Linear}, "model is a torch.nn.Module"),
-        ({"writer": 3}, "writer is a SummaryWriter .* not 3"),
-        ({"writer": SummaryWriter}, "writer is a SummaryWriter"),
-        ({"writer": [None]}, "writer is a SummaryWriter"),
-        ({"writer": sys.stderr}, "writer is a SummaryWriter"),
-        ({"kinds": None}, "kinds is a list"),
-        ({"kinds": 5}, "kinds is a list"),
+        ({"model": "resnet"}, "model must be a torch.nn.Module, got 'resnet'"),
+        ({"model": nn.Linear}, "model must be a torch.nn.Module"),
+        ({"writer": 3}, "writer must be a SummaryWriter .* got 3"),
+        ({"writer": SummaryWriter}, "writer must be a SummaryWriter"),
+        ({"writer": [None]}, "writer must be a SummaryWriter"),
+        ({"writer": sys.stderr}, "writer must be a SummaryWriter"),
+        ({"kinds": None}, "kinds must be a list"),
+        ({"kinds": 5}, "kinds must be a list"),
         ({"include": []}, "include is an empty list"),
         ({"kinds": ("activation", "gradients")}, "unknown kind 'gradients': did you mean 'gradient'"),
         ({"kinds": ()}, "at least one of"),
@@ -584,7 +584,7 @@ def test_a_url_that_tensorboard_can_write_to_is_a_directory_and_nothing_is_made_
             "TensorBoard cannot write to 'nowhere://bucket/run': it has no file system for nowhere",
         ),
         (["memory://fine", "nowhere://bucket/run"], "TensorBoard cannot write to 'nowhere://bucket/run'"),
-        (Path("s3://bucket/run"), "'s3:/bucket/run' was a URL before it became a Path: give it as a str"),
+        (Path("s3://bucket/run"), "'s3:/bucket/run' is a URL as a Path: pass it as a str"),
     ],
 )
 def test_a_url_that_tensorboard_cannot_write_to_is_refused_at_the_call(
@@ -606,7 +606,7 @@ def test_the_package_that_is_missing_for_a_url_is_named(monkeypatch: pytest.Monk
 
 def test_a_run_elsewhere_is_not_read_and_that_is_said() -> None:
     for read in (runs.read, runs.find):
-        with pytest.raises(ArgumentError, match="copy 's3://bucket/run' to it first"):
+        with pytest.raises(ArgumentError, match="copy 's3://bucket/run' to one first"):
             read("s3://bucket/run")
 
 

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from tbhooks.capture.hooks import attention, function_mode
-from tbhooks.capture.hooks.function_mode import MOST_CALLS, OPERATIONS, Functional
+from tbhooks.capture.hooks.function_mode import MOST_CALLS, OPERATIONS, FunctionalObserver
 from tbhooks.data.frame import ROOT
 from tbhooks.data.self_report import Report
 from tests.support import fake_device, zoo
@@ -40,7 +40,7 @@ class StepContext:
     def __init__(self) -> None:
         self.report = Report()
         self.shown: list[tuple[str, Tensor]] = []
-        self.functional = Functional(self._saw, self.report)
+        self.functional = FunctionalObserver(self._saw, lambda *_: None, self.report)
 
     def _saw(self, path: str, index: str, tensor: Tensor) -> None:
         self.shown.append((path + index, tensor.detach().clone()))
@@ -409,7 +409,9 @@ def test_the_entropy_however_softmax_is_called(call: Callable[[Tensor], Tensor],
 def test_what_is_computed_is_no_part_of_the_graph() -> None:
     attached: dict[str, bool] = {}
     seen = StepContext()
-    seen.functional._saw = lambda path, _index, tensor: attached.update({path.split(":")[1]: tensor.requires_grad})
+    seen.functional._on_result = lambda path, _index, tensor: attached.update(
+        {path.split(":")[1]: tensor.requires_grad}
+    )
     q = torch.randn(1, 2, 3, 4, requires_grad=True)
     seen.attach(model := Does(lambda: (F.softmax(q, -1), F.scaled_dot_product_attention(q, q, q))))
     model()
@@ -674,7 +676,7 @@ def test_the_graph_has_as_many_nodes_and_results_are_the_operations_own() -> Non
     assert counts[0] == counts[1]
     results: list[Tensor] = []
     seen = StepContext()
-    seen.functional._saw = lambda _path, _index, tensor: results.append(tensor)
+    seen.functional._on_result = lambda _path, _index, tensor: results.append(tensor)
     model = Does(F.relu)
     seen.attach(model)
     assert model(X) is results[0]
@@ -934,7 +936,7 @@ def test_a_backward_with_a_recompute_inside_a_forward() -> None:
 @pytest.mark.parametrize("problem", [LookupError, KeyboardInterrupt])
 def test_no_tensor_is_kept_alive(problem: type[BaseException]) -> None:
     seen = StepContext()
-    seen.functional._saw = lambda *_: None
+    seen.functional._on_result = lambda *_: None
     model = fails(problem)
     seen.attach(model)
 
@@ -1104,7 +1106,7 @@ def test_an_error_of_ours_is_counted_and_training_goes_on() -> None:
     shown: list[str] = []
     report = Report()
     seen = StepContext()
-    seen.functional = Functional(broken, report)
+    seen.functional = FunctionalObserver(broken, lambda *_: None, report)
     seen.attach(model := Does(lambda x: x.relu().tanh().relu()))
     assert torch.equal(model(X), X.relu().tanh())
     assert report.errors == 1  # a site that failed is not asked again

@@ -191,8 +191,8 @@ def test_a_finding_that_comes_while_earlier_ones_are_being_written_is_written_to
         Finding(0, Site(path, "activation"), "non_finite", "error", "not finite", {}) for path in ("0", "1")
     )
     with tbhooks.watch(nn.Linear(2, 1), rules=()) as w:
-        w._unwritten = Interrupted(first, later)
-        written = [w._judged(make_frame(step)).findings for step in range(3)]
+        w._actions._unwritten = Interrupted(first, later)
+        written = [w._actions.judge(make_frame(step)).findings for step in range(3)]
     assert [finding for findings in written for finding in findings] == [first, later]
 
 

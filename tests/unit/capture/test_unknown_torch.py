@@ -43,8 +43,10 @@ def frame_sites(frame: tbhooks.Frame) -> list[tuple[str, str]]:
 
 
 def test_this_torch_has_every_private_part() -> None:
+    with tbhooks.watch(nn.Linear(2, 2)):
+        torch.compile(nn.Linear(2, 2), backend="eager")(torch.ones(2))
+        assert compilation.is_patched()
     assert torch_private.missing == {}
-    assert dynamo.hooks_are_guarded
     assert compilation._reset_code is not None
 
 
@@ -58,7 +60,7 @@ def test_hooks_that_dynamo_cannot_trace_are_left_out_of_the_graph(
         return tensor_tree.tensors(output)
 
     bare = Trial(lambda trial: train(trial, fullgraph), compiled=True, is_watched=False)
-    monkeypatch.setattr(hook_types, "tensor_tree", type("outputs", (), {"tensors": staticmethod(untraceable)}))
+    monkeypatch.setattr(hook_types, "tensor_tree", type("tree", (), {"tensors": staticmethod(untraceable)}))
     trial = Trial(lambda trial: train(trial, fullgraph), compiled=True, is_watched=True)
     watching = trial.watches[0]
     assert trial.left == bare.left
@@ -72,7 +74,7 @@ class Refuses(Graphs):
     """A backend that does not know operators of others."""
 
     def __call__(self, graph: fx.GraphModule, inputs: list[Tensor], **options: Any) -> Any:
-        if any("tbhooks" in target or "show" in target for _, target in operations(graph)):
+        if any("tbhooks" in target or "observe" in target for _, target in operations(graph)):
             raise NotImplementedError("an operator that this backend does not have")
         return super().__call__(graph, inputs, **options)
 
@@ -106,7 +108,7 @@ def test_an_error_of_the_users_model_stays_the_users() -> None:
 
 def test_a_compiler_that_cannot_be_guarded_gets_no_hooks_in_its_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     bare = Trial(lambda trial: train(trial, True), compiled=True, is_watched=False)
-    monkeypatch.setattr(dynamo, "hooks_are_guarded", False)
+    monkeypatch.setattr(compilation, "is_patched", lambda: False)
     trial = Trial(lambda trial: train(trial, True), compiled=True, is_watched=True)
     assert trial.left == bare.left
     assert not trial.breaks

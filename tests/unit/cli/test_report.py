@@ -115,7 +115,7 @@ def with_names(directory: Path, names: list[str], steps: int = 40) -> Path:
 @pytest.mark.parametrize("width", [60, 80, 120, 200])
 def test_tables_on_a_terminal_are_no_wider_than_it_is(tmp_path: Path, width: int) -> None:
     read = runs.read(with_names(tmp_path, LONG))
-    table = report_text.plain(report_text.of_run(read, width), width).split("\n\n")[1].splitlines()
+    table = report_text.plain(report_text.run_report(read, width), width).split("\n\n")[1].splitlines()
     assert max(map(len, table)) <= width
     for i, line in enumerate(table[1:4]):
         assert re.match(rf"(encoder\.layers\.|…){i}\.self.*tion ", line)
@@ -148,7 +148,7 @@ LORA = [
 def test_no_two_names_are_cut_to_the_same_text(tmp_path: Path, width: int, laid_out: str) -> None:
     """Even if the table is wider than the terminal then; the finding's mark makes no difference."""
     frame = make_frame(0, {Site(name, "activation"): [1.0] for name in LORA}, findings=[finding(name=LORA[5])])
-    sections = report_text.of_run(runs.read(write_run(tmp_path, frame)), width)
+    sections = report_text.run_report(runs.read(write_run(tmp_path, frame)), width)
     if laid_out == "plain":
         shown = report_text.plain(sections, width)
     else:
@@ -163,14 +163,14 @@ def test_no_two_names_are_cut_to_the_same_text(tmp_path: Path, width: int, laid_
     assert [i for i, line in enumerate(table) if line.split()[1] == "*"] == [5]
 
 
-def test_long_tables_show_their_ends_and_what_is_sick_unless_all_is_asked_for(tmp_path: Path) -> None:
+def test_long_tables_show_their_ends_and_rows_with_findings_unless_all_is_asked_for(tmp_path: Path) -> None:
     data = {Site(f"m{i:03}", "activation"): [1.0, 2.0] for i in range(200)}
     read = runs.read(write_run(tmp_path, make_frame(0, data, findings=[finding(name="m100")])))
-    names = {row[0].split()[0] for section in report_text.of_run(read, 100) for row in section.rows}
+    names = {row[0].split()[0] for section in report_text.run_report(read, 100) for row in section.rows}
     assert {"m000", "m199", "m100"} <= names
     assert "m099" not in names
-    assert "139 more between these" in report_text.plain(report_text.of_run(read, 100), 100)
-    everything = {row[0].split()[0] for s in report_text.of_run(read, 100, everything=True) for row in s.rows}
+    assert "139 rows in the middle are left out" in report_text.plain(report_text.run_report(read, 100), 100)
+    everything = {row[0].split()[0] for s in report_text.run_report(read, 100, all_rows=True) for row in s.rows}
     assert {f"m{i:03}" for i in range(200)} <= everything
 
 
@@ -210,7 +210,7 @@ def test_a_run_of_scalars_alone_is_reported(tmp_path: Path) -> None:
     done = said("report", write_run(tmp_path, make_frame(3, {}, scalars={"train/loss": 0.5})))
     assert done.returncode == 0
     assert "train/loss" in done.stdout
-    assert "no frames of training" in done.stdout
+    assert "no tbhooks data found" in done.stdout
 
 
 def test_problems_of_the_files_are_in_the_report(sick: Path) -> None:
@@ -345,7 +345,7 @@ def test_one_wild_step_is_noise_but_nan_is_not(tmp_path: Path) -> None:
 def test_runs_with_nothing_in_common_say_so(tmp_path: Path) -> None:
     found = compared(tmp_path, [make_frame(0, {}, scalars={"a/x": 1.0})], [make_frame(1, {}, scalars={"a/x": 1.0})])
     assert found.common_steps == 0
-    assert "no step was logged in both" in report_text.plain(report_text.of_comparison(found), 80)
+    assert "no logged step in common" in report_text.plain(report_text.comparison_report(found), 80)
     other = compared(
         tmp_path / "2", [make_frame(0, {}, scalars={"a/x": 1.0})], [make_frame(0, {}, scalars={"b/y": 1.0})]
     )
@@ -356,7 +356,7 @@ def test_two_directories_and_compare_say_the_same(tmp_path: Path) -> None:
     one, two = write_run(tmp_path / "one", *noisy(1)), write_run(tmp_path / "two", *noisy(2, part_at=20))
     by_place, by_option = said("report", one, two), said("report", one, "--compare", two)
     assert by_place.stdout == by_option.stdout
-    assert "they part at step 20" in by_place.stdout
+    assert "first difference at step 20:" in by_place.stdout
     told = json.loads(said("report", one, two, "--json").stdout)
     assert told["parted"] == 20
     assert told["differences"][0]["what"] == "activation.std/b"
@@ -468,7 +468,7 @@ def test_a_report_of_a_directory_whose_frames_are_below_shows_both(tmp_path: Pat
     assert "train/loss" in shown.stdout
     write_run(tmp_path / "another", training_frame(0))
     shown = said("report", tmp_path, COLUMNS="400")
-    assert "no frames of training" in shown.stdout
+    assert "no tbhooks data found" in shown.stdout
     assert f"runs with tbhooks data below it: {tmp_path / 'another'}, {tmp_path / 'tbhooks'}" in " ".join(
         shown.stdout.split()
     )

@@ -825,7 +825,7 @@ def test_an_exception_out_of_something_patched_shows_no_frame_of_ours(begin: Beg
     begin()
     with pytest.raises(ValueError, match="empty parameter list") as raised:
         torch.optim.SGD([], lr=0.1)
-    assert "patches.py" in [entry.path.name for entry in raised.traceback]
+    assert "session.py" in [entry.path.name for entry in raised.traceback]
     launcher.clean(raised.value)
     shown = [frame.filename for frame in traceback.extract_tb(raised.value.__traceback__)]
     assert [Path(file).name for file in shown] == [Path(__file__).name, "sgd.py", "optimizer.py"]

@@ -37,7 +37,7 @@ class Looker:
     def begin(self) -> None:
         self._now = []
 
-    def saw(self, path: str, kind: str, index: str, tensor: Tensor) -> None:
+    def on_tensor(self, path: str, kind: str, index: str, tensor: Tensor) -> None:
         if self.fails_at == "saw":
             raise RuntimeError("cannot look")
         self._now.append((kind, path + index, tensor.detach().clone()))

@@ -160,7 +160,7 @@ def test_steps_that_are_over_and_runs_without_a_place_are_refused() -> None:
         with pytest.raises(tbhooks.ArgumentError, match=re.escape("give watch() a local directory")):
             w.profile(steps=(1, 2))
         train(model, optimizer, 3)
-        with pytest.raises(tbhooks.ArgumentError, match="which is 3"):
+        with pytest.raises(tbhooks.ArgumentError, match="current step of this watch, 3"):
             w.profile(steps=(2, 4))
 
 
@@ -170,7 +170,7 @@ def test_compiled_models_have_the_labels_of_their_operators(tmp_path: Path) -> N
     train(torch.compile(model, backend="aot_eager", fullgraph=True), optimizer, 3)
     w.close()
     (file,) = (tmp_path / "tbhooks-profile").iterdir()
-    assert times(events_of(file), "tbhooks::see") >= 4
+    assert times(events_of(file), "tbhooks::observe") >= 4
     assert times(events_of(file), "tbhooks::parameters") == 2
     assert w.stats.errors == 0
 

@@ -140,7 +140,7 @@ def test_a_series_leaves_out_steps_that_did_not_see_the_site() -> None:
 
 
 def test_a_series_nobody_saw_names_the_nearest() -> None:
-    with pytest.raises(UnknownSiteError, match="no frame has the activation of 'nowhere'"):
+    with pytest.raises(UnknownSiteError, match="no logged step has the activation of 'nowhere'"):
         filled(3).series("nowhere", "activation", "mean")
     assert History().series("nowhere", "activation", "mean")[0] == []
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tbhooks.api.asking import Shown
+from tbhooks.api.extras import ArtifactStep
 from tbhooks.data.artifacts import Text
 from tbhooks.data.frame import Frame
 from tbhooks.data.self_report import Report
@@ -513,7 +513,7 @@ def test_an_abandoned_pump_does_nothing(make: Callable[..., Worker], report: Rep
 
 
 def pump_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "tbhooks-pump"]
+    return [thread for thread in threading.enumerate() if thread.name == "tbhooks-worker"]
 
 
 def wait_until_gone(threads: list[threading.Thread]) -> None:
@@ -640,7 +640,7 @@ def test_what_is_never_dropped_is_taken_by_a_full_queue_and_not_counted(
     sink = GatedSink()
     pump = make(sink)
     fill(pump, sink)
-    pump.submit(Shown((Text("told", "once"),), step=77))
+    pump.submit(ArtifactStep((Text("told", "once"),), step=77))
     sink.gate.set()
     pump.close()
     assert steps(sink)[-1] == 77

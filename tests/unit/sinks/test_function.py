@@ -71,12 +71,13 @@ def test_what_is_no_writer_is_refused_with_all_that_is(writer: Any) -> None:
 
 @pytest.mark.parametrize("package", ["wandb", "mlflow", "aim"])
 def test_a_run_is_known_by_its_name_and_nothing_is_imported_for_others(package: str) -> None:
-    from tbhooks.api.watch import _tracker
+    from tbhooks.api.writers import _sink_class
 
-    assert _tracker(stranger(f"{package}.sdk.run")) == package
-    assert _tracker(type("Mine", (type(stranger(f"{package}.sdk.run")),), {"__module__": "mine"})()) == package
-    assert _tracker(ModuleType(package)) == (None if package == "aim" else package)
-    assert _tracker("wandb") is None
+    expected = f"{package}:{package.capitalize()}Sink"
+    assert _sink_class(stranger(f"{package}.sdk.run")) == expected
+    assert _sink_class(type("Mine", (type(stranger(f"{package}.sdk.run")),), {"__module__": "mine"})()) == expected
+    assert _sink_class(ModuleType(package)) == (None if package == "aim" else expected)
+    assert _sink_class("wandb") == "tensorboard:TensorBoardSink", "a directory"
 
 
 def test_sinks_of_trackers_are_there_without_their_packages() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
 import json
 import logging
 import math
 import re
 import shutil
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -32,8 +34,9 @@ from tbhooks import JsonlSink, MemorySink, runs
 from tbhooks.data import stats
 from tbhooks.data.errors import ArgumentError
 from tbhooks.data.frame import KINDS, Finding, Frame, Site
+from tbhooks.data.patching import Patch
 from tbhooks.delivery import worker as pump_module
-from tbhooks.sinks.tensorboard import STORED_COLUMNS, TensorBoardSink, decode_counts, decode_values, use_fast_crc
+from tbhooks.sinks.tensorboard import STORED_COLUMNS, TensorBoardSink, decode_counts, decode_values, event_writer
 from tbhooks.sinks.tensorboard.histograms import SiteHistograms
 from tests.support import frames
 from tests.support.frames import make_frame
@@ -412,36 +415,49 @@ def test_histogram_moments_are_those_of_the_data() -> None:
 # --- The checksum -----------------------------------------------------------------------------------
 
 
-def test_the_fast_checksum_is_in_place() -> None:
-    assert use_fast_crc()
+@contextlib.contextmanager
+def held(patch: Patch) -> Iterator[Patch]:
+    holder = ModuleType("holder")
+    patch.acquire(holder)
+    yield patch
+    patch.release(holder)
+
+
+def test_the_fast_checksum_is_in_place_while_a_sink_is_open(tmp_path: Path) -> None:
+    first, second = TensorBoardSink(tmp_path / "first"), TensorBoardSink(tmp_path / "second")
+    assert record_writer.masked_crc32c.__wrapped__ is stock_crc, "wrapped once, for however many sinks"
+    first.close()
     assert record_writer.masked_crc32c.__wrapped__ is stock_crc
-    assert use_fast_crc()
-    assert not hasattr(record_writer.masked_crc32c.__wrapped__, "__wrapped__"), "wrapped once, however often asked"
+    second.close()
+    assert record_writer.masked_crc32c is stock_crc
 
 
 @settings(deadline=None, max_examples=200)
 @given(st.binary(max_size=3000))
 def test_the_fast_checksum_gives_the_bits_of_the_stock_one(data: bytes) -> None:
-    assert use_fast_crc()
-    assert record_writer.masked_crc32c(data) == stock_crc(data)
-    assert record_writer.masked_crc32c(bytearray(data)) == stock_crc(data)
+    with held(event_writer.TENSORBOARD_CRC) as patch:
+        assert patch.is_installed
+        assert record_writer.masked_crc32c(data) == stock_crc(data)
+        assert record_writer.masked_crc32c(bytearray(data)) == stock_crc(data)
 
 
 @settings(deadline=None, max_examples=50)
 @given(st.binary(max_size=3000))
 def test_tensorboardx_gets_the_fast_checksum_too(data: bytes) -> None:
     theirs = pytest.importorskip("tensorboardX.record_writer")
-    assert use_fast_crc(theirs)
-    assert theirs.masked_crc32c(data) == stock_crc(data)
-    assert hasattr(theirs.masked_crc32c, "__wrapped__")
+    with held(event_writer.TENSORBOARDX_CRC):
+        assert hasattr(theirs.masked_crc32c, "__wrapped__")
+        assert theirs.masked_crc32c(data) == stock_crc(data)
 
 
-def test_a_checksum_of_other_bits_is_left_alone() -> None:
+def test_a_checksum_of_other_bits_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     other, none = ModuleType("other"), ModuleType("none")
     other.masked_crc32c = lambda data: 0  # type: ignore[attr-defined]
-    assert not use_fast_crc(other)
+    for module in (other, none):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        with held(event_writer.crc_patch(module.__name__, "no version")) as patch:
+            assert not patch.is_installed
     assert other.masked_crc32c(b"x") == 0
-    assert not use_fast_crc(none)
 
 
 def test_tensorboard_accepts_our_checksums_and_would_notice_wrong_ones(tmp_path: Path) -> None:
@@ -463,7 +479,7 @@ def test_a_directory_gets_one_writer_that_is_closed_with_the_watch(
 ) -> None:
     model = frames.make_model()
     w = tbhooks.watch(model, kind(tmp_path / "new" / "run"), every=1)
-    (sink,) = w._sinks
+    (sink,) = w._lifecycle.sinks
     assert isinstance(sink, TensorBoardSink)
     assert sink.destination == str(tmp_path / "new" / "run")
     frames.train(model, 4)
@@ -562,7 +578,7 @@ def test_a_closed_writer_is_told_once_counted_and_never_opened_again(tmp_path: P
     told = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
     assert told == [
         "TensorBoardSink: OSError: the SummaryWriter was closed before the watch",
-        "a logged step was dropped: no sink could write it",
+        "a logged step was dropped: every sink failed to write it",
     ]
 
 

@@ -24,7 +24,7 @@ from tbhooks.data.frame import Frame, Site
 from tbhooks.data.history import History
 from tbhooks.drawing.heatmap import NOT_FINITE
 from tbhooks.views import figures
-from tbhooks.views.figures import mpl as drawing
+from tbhooks.views.figures import mpl as figure_parts
 from tests.support.frames import make_frame
 
 RED = tuple(channel / 255 for channel in NOT_FINITE)
@@ -83,7 +83,7 @@ def history_of(names: list[str]) -> History:
 def test_no_word_is_cut_off_and_no_name_covers_another(what: str, width: float, names: list[str]) -> None:
     figure = drawn(ALL[what](names, width))
     assert figure.get_figwidth() == width
-    assert figure.get_figheight() <= drawing.TALLEST + 1
+    assert figure.get_figheight() <= figure_parts.TALLEST + 1
     box = figure.get_tightbbox()
     assert min(box.x0, box.y0) > -0.02
     assert box.x1 < width + 0.02
@@ -139,7 +139,7 @@ def test_a_gradient_of_exactly_zero_is_marked_and_not_lost_on_a_logarithm() -> N
 def test_a_pass_without_gradients_histograms_or_anything_finite_is_drawn_all_the_same() -> None:
     assert len(make_frame(0, {Site("a", "activation"): [1.0, 2.0]}).figure().axes) == 2
     without = make_frame(0, {Site("a", "activation"): [1.0, 2.0]}, histograms=False).figure()
-    assert "least to greatest" in words(without)
+    assert "min to max" in words(without)
     drawn(make_frame(0, {Site("a", "activation"): [math.nan] * 3, Site("a", "gradient"): [math.inf]}).figure())
     evaluated = make_frame(0, {Site("a", "eval.activation"): [1.0, 2.0]})
     assert "a" in words(evaluated.figure())
@@ -153,7 +153,7 @@ def test_a_frame_of_parameters_alone_has_no_figure_and_says_so() -> None:
 # --- Ridgelines --------------------------------------------------------------------------------------
 
 
-def test_a_ridge_peaks_where_the_numbers_are_and_zeros_are_told_beside_it() -> None:
+def test_a_ridge_peaks_where_the_numbers_are_and_zeros_are_written_beside_it() -> None:
     rng = np.random.default_rng(0)
     high = np.concatenate([rng.normal(5, 0.1, 300), np.zeros(100)])
     figure = make_frame(
@@ -165,7 +165,7 @@ def test_a_ridge_peaks_where_the_numbers_are_and_zeros_are_told_beside_it() -> N
         peak = vertices[vertices[:, 1].argmin(), 0]
         assert peak == pytest.approx(middle, abs=1.3), "to half an octave"
     assert "25% zeros" in words(figure)
-    assert "zeros left out" in axis.get_xlabel()
+    assert "without zeros" in axis.get_xlabel()
 
 
 def test_layers_of_many_sizes_share_an_axis_of_octaves() -> None:
@@ -273,7 +273,7 @@ def test_an_image_grid_says_what_it_leaves_out_and_what_is_not_finite() -> None:
         (torch.zeros(1, 2, 3, 4, 5), {}, "shape [1, 2, 3, 4, 5]"),
         (torch.zeros(0, 3, 3), {}, "shape [0, 3, 3]"),
         (["a"], {}, "not list"),
-        (torch.zeros(2, 1, 3, 3), {"sample": 2}, "one of the 2"),
+        (torch.zeros(2, 1, 3, 3), {"sample": 2}, "the 2 samples"),
         (torch.zeros(1, 3, 3), {"most": 0}, "at least 1"),
         (torch.zeros(1, 3, 3), {"width": 0}, "inches"),
     ],
@@ -287,13 +287,13 @@ def test_an_image_grid_of_something_else_is_refused_in_words(tensor: Any, option
 
 
 def test_labels_fit_and_stay_different() -> None:
-    short = drawing.labels(LONG)
-    assert max(map(len, short)) <= drawing.LONGEST_NAME
+    short = figure_parts.labels(LONG)
+    assert max(map(len, short)) <= figure_parts.LONGEST_NAME
     assert len(set(short)) == len(LONG)
     assert short[7] == "…1.attention.part1.output_pro"
-    assert drawing.labels(["encoder.0", "encoder.1", "(root)"]) == ["encoder.0", "encoder.1", "(root)"]
-    assert drawing.labels(["a$b$", "x" * 5000, "a\nb"])[0] == r"a\$b\$"
-    assert len(drawing.labels(["y" * 5000])[0]) <= drawing.LONGEST_NAME
+    assert figure_parts.labels(["encoder.0", "encoder.1", "(root)"]) == ["encoder.0", "encoder.1", "(root)"]
+    assert figure_parts.labels(["a$b$", "x" * 5000, "a\nb"])[0] == r"a\$b\$"
+    assert len(figure_parts.labels(["y" * 5000])[0]) <= figure_parts.LONGEST_NAME
 
 
 def test_a_figure_shows_itself_without_pyplot_and_changes_no_setting() -> None:
@@ -317,7 +317,8 @@ print("matplotlib.pyplot" in sys.modules, "torch" in sys.modules, settings() == 
 def test_missing_matplotlib_is_said_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
         monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.delitem(sys.modules, "tbhooks.views.figures.canvas", raising=False)
+    for name in [name for name in sys.modules if name.startswith("tbhooks.views.figures")]:
+        monkeypatch.delitem(sys.modules, name)
     for draw in (a_frame(["a"]).figure, a_frame(["a"]).ridgeline, a_history().figure):
         with pytest.raises(ArgumentError, match=re.escape('pip install "tbhooks[plot]"')):
             draw()
@@ -326,7 +327,7 @@ def test_missing_matplotlib_is_said_with_what_to_install(monkeypatch: pytest.Mon
 def test_the_colours_are_those_of_the_pages() -> None:
     from tbhooks.drawing.heatmap import LEVELS, PALETTE
 
-    palette = drawing.canvas().colours()
+    palette = figure_parts.COLOURS
     assert palette.N == LEVELS
     assert [round(255 * channel) for channel in palette(0)[:3]] == list(PALETTE[:3])
-    assert mpl.colors.to_rgb(drawing.canvas().WRONG) == pytest.approx(RED)
+    assert mpl.colors.to_rgb(figure_parts.RED) == pytest.approx(RED)

@@ -19,13 +19,13 @@ import tbhooks
 from tbhooks.data.errors import ArgumentError
 from tbhooks.data.frame import Finding, Frame, Site
 from tbhooks.views.live import LARGEST_SHARE, SHORTEST_PAUSE_S, Live, Pace, panel
-from tbhooks.views.live.timeline import MOST_COLUMNS, MOST_ROWS, Followed, Strip
+from tbhooks.views.live.timeline import MOST_COLUMNS, MOST_ROWS, StepMatrix, Timeline
 from tests.support.frames import make_frame, make_model, train
 
 pytestmark = pytest.mark.xdist_group("notebook_live")  # they share a kernel
 ROOT = Path(__file__).parents[3]
 HOSTILE = "<script>alert(1)</script>\"'&\x1b[31m"
-NOTHING = panel.Told((), (), "following")
+NOTHING = panel.Status((), (), "following")
 
 
 def layers(step: int, names: list[str], **more: Any) -> Frame:
@@ -38,11 +38,11 @@ def same_at(steps: int, names: list[str], **scalars: float) -> list[Frame]:
     return [replace(first, step=step, time=first.time + step, scalars=scalars) for step in range(steps)]
 
 
-def followed(frames: list[Frame], kind: str = "activation", stat: str = "std") -> Followed:
-    taken = Followed(kind, stat)
+def timeline_of(frames: list[Frame], kind: str = "activation", stat: str = "std") -> Timeline:
+    timeline = Timeline(kind, stat)
     for frame in frames:
-        taken.take(frame)
-    return taken
+        timeline.add(frame)
+    return timeline
 
 
 @pytest.fixture
@@ -56,39 +56,39 @@ def watching() -> Iterator[Any]:
 # --- What it remembers ------------------------------------------------------------------------------
 
 
-def test_a_strip_keeps_the_value_furthest_from_zero_of_the_steps_a_column_stands_for() -> None:
+def test_a_matrix_keeps_the_value_furthest_from_zero_of_the_steps_a_column_covers() -> None:
     numbers = np.random.default_rng(0).normal(size=(3, 1000))
-    strip = Strip(most_columns=50)
-    rows = strip.rows(["a", "b", "c"])
+    matrix = StepMatrix(most_columns=50)
+    rows = matrix.rows(["a", "b", "c"])
     for step in range(1000):
-        strip.put(step, rows, numbers[:, step], np.zeros(3, dtype=np.int64))
-    grid = strip.grid("activation", "std", rows.tolist())
-    assert strip.columns <= 50
-    assert strip.span == 32
-    for column in range(strip.columns):
-        first, last = strip.steps(column)
+        matrix.put(step, rows, numbers[:, step], np.zeros(3, dtype=np.int64))
+    grid = matrix.grid("activation", "std", rows.tolist())
+    assert matrix.columns <= 50
+    assert matrix.span == 32
+    for column in range(matrix.columns):
+        first, last = matrix.steps(column)
         assert grid.steps[column] == first == column * 32
         part = numbers[:, first : last + 1]
         np.testing.assert_array_equal(grid.values[:, column], part[[0, 1, 2], np.abs(part).argmax(axis=1)])
     for row in range(3):
         series = numbers[row]
-        assert strip.ends(row) == (series[0], series[-1], series.min(), series.max())
+        assert matrix.ends(row) == (series[0], series[-1], series.min(), series.max())
 
 
 def test_what_is_not_finite_stays_marked_when_columns_are_added_up() -> None:
     names = ["a", "b"]
     frames = [layers(step, names) for step in range(500)]
     frames[77] = make_frame(77, {Site("a", "activation"): [1.0, 2.0], Site("b", "activation"): [1.0, np.nan]})
-    taken = followed(frames)
-    assert taken.heat.span == 8
-    assert taken.grid().wrong.sum() == taken.grid().wrong[1].sum() == 1
-    assert "1 of 2 rows, first in b at step 77" in panel.alarm(taken.grid(), taken.heat)
+    timeline = timeline_of(frames)
+    assert timeline.layers.span == 8
+    assert timeline.grid().wrong.sum() == timeline.grid().wrong[1].sum() == 1
+    assert "1 of 2 rows, first in b at step 77" in panel.nonfinite_note(timeline.grid(), timeline.layers)
 
 
-def test_a_large_model_is_thinned_to_the_limits_and_keeps_its_sick_layers() -> None:
+def test_a_large_model_is_thinned_to_the_limits_and_keeps_its_flagged_layers() -> None:
     names = [f"layers.{i}" for i in range(300)]
-    taken = followed(same_at(130, names))
-    grid = taken.grid(sick={"layers.123", "layers.124"})
+    timeline = timeline_of(same_at(130, names))
+    grid = timeline.grid(flagged={"layers.123", "layers.124"})
     assert grid.values.shape[0] == len(grid.names) == MOST_ROWS
     assert grid.values.shape[1] <= MOST_COLUMNS
     assert {"layers.0", "layers.123", "layers.124", "layers.299"} <= set(grid.names)
@@ -97,15 +97,15 @@ def test_a_large_model_is_thinned_to_the_limits_and_keeps_its_sick_layers() -> N
 
 def test_gradients_stand_in_the_order_of_the_forward_pass() -> None:
     data = {Site(name, "activation"): [1.0] for name in "abc"} | {Site(name, "gradient"): [1.0] for name in "cba"}
-    assert followed([make_frame(0, data)], "gradient").grid().names == ("a", "b", "c")
+    assert timeline_of([make_frame(0, data)], "gradient").grid().names == ("a", "b", "c")
 
 
 def test_scalars_that_come_late_join_their_step() -> None:
     frames = [layers(0, ["a"]), layers(1, ["a"], scalars={"train/loss": 5.0}), layers(2, ["a"])]
     frames += [make_frame(2, {}, scalars={"train/loss": 3.0}), make_frame(1, {}, scalars={"train/extra": 9.0})]
-    taken = followed(frames)
-    assert [taken.scalars.steps(i) for i in range(taken.scalars.columns)] == [(1, 1), (2, 2)]
-    loss, extra = taken.scalars.grid("scalar", "value", [0, 1]).values
+    timeline = timeline_of(frames)
+    assert [timeline.scalars.steps(i) for i in range(timeline.scalars.columns)] == [(1, 1), (2, 2)]
+    loss, extra = timeline.scalars.grid("scalar", "value", [0, 1]).values
     np.testing.assert_array_equal(loss, [5.0, 3.0])
     np.testing.assert_array_equal(extra, [9.0, np.nan])
 
@@ -115,10 +115,10 @@ def test_scalars_that_come_late_join_their_step() -> None:
 
 def test_the_page_escapes_names_holds_no_script_and_stays_small() -> None:
     names = [HOSTILE, *(f"model.layers.{i}.mlp.dense_h_to_4h" for i in range(300))]
-    taken = followed(same_at(300, names, **{"train/" + HOSTILE: 1.0}))
+    timeline = timeline_of(same_at(300, names, **{"train/" + HOSTILE: 1.0}))
     site = Site(HOSTILE, "activation")
     findings = [Finding(step, site, "dead_units", "error", HOSTILE * 50, {"x": HOSTILE}) for step in range(40)]
-    page = panel.render_html(taken, panel.Told(findings, (HOSTILE,), "following"))
+    page = panel.render_html(timeline, panel.Status(findings, (HOSTILE,), "following"))
     assert len(page) < 60_000
     assert "<script" not in page
     assert "\x1b" not in page
@@ -128,24 +128,24 @@ def test_the_page_escapes_names_holds_no_script_and_stays_small() -> None:
 
 def test_words_and_numbers_tell_it_without_colours() -> None:
     finding = Finding(3, Site("b", "activation"), "dead_units", "warning", "b is dead", {})
-    taken = followed([layers(step, ["a", "b"], scalars={"train/loss": 1 / (step + 1)}) for step in range(4)])
-    told = panel.Told([finding], ("2 logged steps were dropped",), "following")
-    for view in (panel.render_html(taken, told), panel.text(taken, told)):
+    timeline = timeline_of([layers(step, ["a", "b"], scalars={"train/loss": 1 / (step + 1)}) for step in range(4)])
+    status = panel.Status([finding], ("2 logged steps were dropped",), "following")
+    for view in (panel.render_html(timeline, status), panel.text(timeline, status)):
         said = re.sub(r"<style>.*?</style>|<[^>]+>", " ", view)
         for words in ("step 3", "1 steps/s", "following", "train/loss", "0.25", "began at 1", "activation std",
                       "warning", "b is dead", "2 logged steps were dropped"):  # fmt: skip
             assert words in said, words
-    assert "a: last 4, 1 to 4" in panel.render_html(taken, told)
+    assert "a: last 4, 1 to 4" in panel.render_html(timeline, status)
 
 
 def test_a_hundred_layers_are_drawn_in_milliseconds() -> None:
     names = [f"model.layers.{i}.mlp" for i in range(100)]
-    taken = followed(same_at(MOST_COLUMNS, names))
-    panel.render_html(taken, NOTHING)
+    timeline = timeline_of(same_at(MOST_COLUMNS, names))
+    panel.render_html(timeline, NOTHING)
     spent = []
     for _ in range(20):
         started = time.thread_time()
-        panel.render_html(taken, NOTHING)
+        panel.render_html(timeline, NOTHING)
         spent.append(time.thread_time() - started)
     assert min(spent) < 5e-3
 
@@ -159,7 +159,7 @@ def test_a_hundred_layers_are_drawn_in_milliseconds() -> None:
         ({"kind": "activations"}, "did you mean 'activation'"),
         ({"stat": "stdd"}, "did you mean 'std'"),
         ({"kind": "input"}, "does not read 'input'"),
-        ({"stat": "ratio"}, "only an update has a ratio"),
+        ({"stat": "ratio"}, "only the kind 'update' has a ratio"),
         ({"interactive": "yes"}, "True, False or None"),
         ({"interactive": True}, "needs a notebook"),
     ],
@@ -189,11 +189,11 @@ class Shown:
         self._cost = cost
 
     def open(self, live: Live) -> None:
-        self.renew(live, whole=True)
+        self.update(live, final=True)
 
-    def renew(self, live: Live, *, whole: bool) -> None:
+    def update(self, live: Live, *, final: bool) -> None:
         self._cost()
-        self.said.append(panel.headline(live.followed, live.told()))
+        self.said.append(panel.headline(live.timeline, live.status()))
 
 
 def test_outside_a_notebook_it_is_text_and_prints_nothing(watching: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -209,16 +209,16 @@ def test_outside_a_notebook_it_is_text_and_prints_nothing(watching: Any, capsys:
     assert capsys.readouterr() == ("", "")
 
 
-def test_all_frames_are_taken_once_whether_they_came_before_or_after(watching: Any) -> None:
+def test_all_frames_are_timeline_once_whether_they_came_before_or_after(watching: Any) -> None:
     watching.train(5)
     view = watching.live(kind="weight", stat="norm")
     watching.train(6)
     assert len(watching.history) == 11
     repr(view)
-    assert [view.followed.heat.steps(i) for i in range(view.followed.heat.columns)] == [(i, i) for i in range(11)]
-    row = view.followed.heat.row("0.weight")
+    assert [view.timeline.layers.steps(i) for i in range(view.timeline.layers.columns)] == [(i, i) for i in range(11)]
+    row = view.timeline.layers.row("0.weight")
     _, reference = watching.history.series("0.weight", "weight", "norm")
-    np.testing.assert_array_equal(view.followed.grid().values[row], reference)
+    np.testing.assert_array_equal(view.timeline.grid().values[row], reference)
 
 
 def test_the_last_state_is_drawn_when_the_watch_closes(watching: Any) -> None:
@@ -257,7 +257,7 @@ def test_it_draws_at_most_twice_a_second_and_for_at_most_a_hundredth_of_the_time
         now, spent, drawn = [0.0], 0.0, 0
         pace = Pace(lambda now=now: now[0])
         while now[0] < 3000.0:
-            if pace.due:
+            if pace.is_due:
                 with pace.drawing():
                     now[0] += cost
                 spent, drawn = spent + cost, drawn + 1
@@ -295,7 +295,7 @@ def widget() -> Any:
 
 def test_the_widget_shows_the_numbers_of_the_history_and_follows_a_choice(watching: Any, widget: Any) -> None:
     view = watching.live()
-    screen = widget.WidgetScreen(view, "twin")
+    screen = widget.WidgetScreen(view, "static")
     view._screens.append(screen)
     watching.train(4)
     watching.close()
@@ -316,10 +316,10 @@ def test_a_click_is_answered_with_the_distribution_of_that_step(watching: Any, w
     view = watching.live()
     watching.train(4)
     reading = watching.history[2]["0", "activation"]
-    told = widget.histogram(view, {"name": "0", "first": 2, "last": 2})
-    assert told["title"] == "activation of 0 at step 2"
-    assert sum(told["heights"]) == pytest.approx(reading.count)
-    assert f"std {reading.std:.3g}" in told["words"]
+    shown = widget.histogram(view, {"name": "0", "first": 2, "last": 2})
+    assert shown["title"] == "activation of 0 at step 2"
+    assert sum(shown["heights"]) == pytest.approx(reading.count)
+    assert f"std {reading.std:.3g}" in shown["words"]
     for asked in ({"name": "0", "first": 90, "last": 99}, {"name": "none", "first": 2, "last": 2}, {"name": 7}):
         assert "heights" not in widget.histogram(view, asked)
         assert widget.histogram(view, asked)["why"]

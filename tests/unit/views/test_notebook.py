@@ -23,10 +23,10 @@ from tbhooks.data.findings import Findings
 from tbhooks.data.frame import Finding, Frame, Site
 from tbhooks.data.history import History
 from tbhooks.data.peek_result import Output, Peeked
+from tbhooks.drawing.names import shorten
 from tbhooks.views import notebook
-from tbhooks.views.notebook import compare, histogram
-from tbhooks.views.notebook import history as over_time
-from tbhooks.views.notebook import html as page
+from tbhooks.views.notebook import compare, histogram, html
+from tbhooks.views.notebook import history as history_view
 from tests.support.frames import make_frame
 from tests.support.loops import mlp, train
 
@@ -82,11 +82,11 @@ def text_of(shown: Any) -> str:
 
 
 @cache
-def of_watch() -> tuple[str, str]:
+def shown_watch() -> tuple[str, str]:
     model = mlp()
     with tbhooks.watch(model, every=1) as watching:
         train(model, 3)
-    return notebook.of_watch(watching)
+    return notebook.render_watch(watching)
 
 
 VIEWS: dict[str, Callable[[], str]] = {
@@ -97,7 +97,7 @@ VIEWS: dict[str, Callable[[], str]] = {
     "history": lambda: html_of(a_history()),
     "finding": lambda: html_of(DEAD),
     "findings": lambda: html_of(Findings([DEAD, LOST])),
-    "watch": lambda: of_watch()[1],
+    "watch": lambda: shown_watch()[1],
     "nothing": lambda: html_of(make_frame(0, {})) + html_of(History()) + html_of(Findings()),
     "hostile": lambda: html_of(hostile()) + html_of(hostile().compare(hostile())) + html_of(hostile_history()),
 }
@@ -201,7 +201,7 @@ def test_no_rule_of_the_style_reaches_outside(view: str) -> None:
 
 
 def test_light_and_dark_follow_the_notebook_before_the_browser() -> None:
-    style = page.STYLE
+    style = html.STYLE
     browser = style.index("prefers-color-scheme:dark")
     for says, paper in (('[data-jp-theme-light="true"] ', "#fff"), ('[data-jp-theme-light="false"] ', "#111"),
                         (".vscode-light ", "#fff"), (".vscode-dark ", "#111")):  # fmt: skip
@@ -215,7 +215,7 @@ def test_hostile_names_are_words_and_nothing_else(name: str) -> None:
     parsed = Strict(VIEWS["hostile"]())
     words = "".join(parsed.words)
     assert not {"script", "img onerror", "u", "i"} & {tag for tag, _ in parsed.tags}
-    assert page.shortened(name, 200).replace("\u202e", "\\u202e").replace("\n", "\\n") in words
+    assert shorten(name, 200).replace("\u202e", "\\u202e").replace("\n", "\\n") in words
     assert "\u202e" not in words
     assert len(VIEWS["hostile"]()) < 120_000
 
@@ -300,7 +300,7 @@ def test_without_styles_and_pictures_all_numbers_are_still_there() -> None:
     for number in numbers:
         assert f" {number:.3g} " in left
     assert "warning" in left
-    grid = over_time.grid_of(a_history(), "std", "activation")
+    grid = history_view.grid_of(a_history(), "std", "activation")
     left = stripped(html_of(a_history()))
     for number in (grid.values[0, 0], grid.values[0, -1], grid.values[1].max()):
         assert f" {number:.3g} " in left
@@ -323,7 +323,7 @@ def test_kinds_nobody_knows_have_a_table_too() -> None:
 
 def test_a_histogram_is_small_says_its_axis_and_has_its_bars_where_the_numbers_are() -> None:
     frame = make_frame(0, {Site("a", "activation"): [0.0] * 10 + [9.5] * 90 + [10.0]})
-    drawn = histogram.drawn(frame.buckets[0], 0.0, 10.0)
+    drawn = histogram.draw(frame.buckets[0], 0.0, 10.0)
     assert len(drawn) < 300
     assert "<title>0 to 10, linear</title>" in drawn
     heights = re.findall(r"V(\d+)h(\d+)", drawn)
@@ -370,14 +370,50 @@ def test_300_modules_with_gradients_and_weights_take_less_than_200_kilobytes() -
     Strict(shown)
 
 
-def test_a_table_too_long_keeps_its_ends_and_what_is_sick_and_says_so() -> None:
+def test_a_table_too_long_keeps_its_ends_and_rows_with_findings_and_says_so() -> None:
     names = [f"layer{i}" for i in range(1000)]
-    sick = Finding(0, Site("layer500", "activation"), "dead_units", "error", "dead")
-    shown = html_of(make_frame(0, {Site(name, "activation"): [1.0, 2.0] for name in names}, findings=[sick]))
+    flagged = Finding(0, Site("layer500", "activation"), "dead_units", "error", "dead")
+    shown = html_of(make_frame(0, {Site(name, "activation"): [1.0, 2.0] for name in names}, findings=[flagged]))
     listed = [row[0].split()[0] for row in rows_of(shown)]
     assert {"layer0", "layer500", "layer999"} <= set(listed)
     assert len(listed) < 700
-    assert "399 more between these are left out" in shown
+    assert "399 rows in the middle are left out" in shown
+
+
+# They differ in the middle only, where long names are cut.
+ALIKE = [f"encoder{'.block' * 40}.{i}{'.projection' * 40}.weight" for i in range(3)]
+
+
+def first_cells(shown: str) -> list[str]:
+    return [row[0] for row in rows_of(shown) if "…" in row[0]]
+
+
+@pytest.mark.parametrize("view", ["frame", "comparison", "history"])
+def test_long_names_are_never_cut_to_the_same_text(view: str) -> None:
+    frame = make_frame(0, {Site(name, "activation"): [1.0, 2.0 + i] for i, name in enumerate(ALIKE)})
+    other = make_frame(0, {Site(name, "activation"): [1.0, 9.0 + i] for i, name in enumerate(ALIKE)})
+    history = History()
+    history.append(frame)
+    cells = first_cells(html_of({"frame": frame, "comparison": frame.compare(other), "history": history}[view]))
+    assert len(set(cells)) == 3
+    assert max(map(len, cells)) < len(ALIKE[0]) / 2
+
+
+def test_labels_of_a_heat_map_are_never_cut_to_the_same_text() -> None:
+    history = History()
+    names = [f"transformer.encoder.{kind}.{i}.projection.weight" for kind in ("left", "right") for i in range(3)]
+    history.append(make_frame(0, {Site(name, "activation"): [1.0, 2.0] for name in names}))
+    (drawn,) = re.findall(r"<svg role.*?</svg>", html_of(history))[:1]
+    labels = re.findall(r'text-anchor="end">([^<]*)<', drawn)
+    assert len(set(labels)) == 6
+    assert labels[0] == "…left.0.projection.weight"
+
+
+def test_names_in_the_text_of_a_comparison_are_never_cut_to_the_same_text() -> None:
+    names = [f"model.transformer.decoder.layers.{i}.self_attention.query_projection.weight" for i in range(12)]
+    pair = [make_frame(0, {Site(name, "weight"): [1.0, high] for name in names}) for high in (2.0, 9.0)]
+    rows = [line.split()[0] for line in repr(pair[0].compare(pair[1])).splitlines() if line.startswith("…")]
+    assert len(set(rows)) == len(rows) == 12
 
 
 def test_print_shows_the_table_and_repr_stays_a_line() -> None:
@@ -394,7 +430,7 @@ def test_findings_are_a_list_that_shows_itself() -> None:
     assert found == [DEAD, LOST]
     assert [*found, DEAD] == [DEAD, LOST, DEAD]
     assert text_of(found).splitlines()[0].startswith("error, step 7, non_finite")
-    assert "nothing wrong was found" in text_of(Findings())
+    assert "no issues found" in text_of(Findings())
     assert DEAD.message in text_of(DEAD)
 
 
@@ -405,8 +441,7 @@ def test_many_findings_are_folded_but_none_is_lost() -> None:
 
 
 def test_a_watch_tells_its_state_its_newest_frame_and_what_it_cost() -> None:
-    text, html = of_watch()
-    for shown in (text, html):
+    for shown in shown_watch():
         assert "3 steps logged" in shown
         assert "seconds training" in shown
         assert "act mean" in shown or "<th>mean</th>" in shown
@@ -432,15 +467,15 @@ NORMAL = RNG.normal(0, 1, 2000)
 
 def test_a_frame_agrees_with_itself() -> None:
     same = a_frame().compare(a_frame())
-    assert same.headline == "step 7 (first) against step 7 (second): 9 of 9 places agree to 1 %."
-    assert all(change.agrees and change.amount == 0 and change.words == "nothing" for change in same.changes)
+    assert same.headline == "step 7 (first) against step 7 (second): 9 of 9 tensors match within 1%."
+    assert all(change.agrees and change.amount == 0 and change.words == "unchanged" for change in same.changes)
 
 
-def test_nan_comes_before_everything_and_the_first_place_before_the_next() -> None:
+def test_nan_comes_before_everything_and_the_first_tensor_before_the_next() -> None:
     found = both({A: NORMAL, B: NORMAL, W: NORMAL}, {A: 1e6 * NORMAL, B: [*NORMAL, math.nan], W: [*NORMAL, math.inf]})
     assert [change.site for change in found.changes] == [B, W, A]
     assert found.changes[0].what == "NaN/Inf"
-    assert "most changed: activation of b, NaN/Inf 0 → 1" in found.headline
+    assert "largest change: activation of b, NaN/Inf 0 → 1" in found.headline
 
 
 @pytest.mark.parametrize(
@@ -512,7 +547,7 @@ def test_what_only_one_has_and_other_outputs_are_told_in_both_forms() -> None:
     assert found.only_second == (Site("new", "input"),)
     for shown in (repr(found), html_of(found)):
         assert "only in the second: input of new" in shown
-        assert "dtype float32 → bfloat16 in 1 place: fc" in shown
+        assert "dtype float32 → bfloat16 in 1 module: fc" in shown
     assert len(a_frame().compare(first).changes) == 9, "a frame and a peeked one"
 
 
@@ -521,14 +556,14 @@ def test_an_evaluation_is_compared_with_training() -> None:
 
 
 def test_nothing_in_common_is_said_and_what_is_no_frame_refused() -> None:
-    assert "no place in common" in repr(both({A: NORMAL}, {B: NORMAL}))
+    assert "no tensor in common" in repr(both({A: NORMAL}, {B: NORMAL}))
     with pytest.raises(ArgumentError, match="another frame, not dict"):
         a_frame().compare({})
 
 
 def test_both_histograms_are_drawn_on_one_axis() -> None:
     (change,) = both({A: np.full(9, 1.0)}, {A: np.full(9, 3.0)}).changes
-    drawn = histogram.drawn_over(change.first, change.second)
+    drawn = histogram.draw_both(change.first, change.second)
     filled, line = re.findall(r'd="([^"]*)"', drawn)
     assert filled.startswith("M0 15V0h5V15")
     assert line.endswith("V0h5V15")
@@ -545,7 +580,7 @@ def test_a_history_shows_steps_scalars_findings_and_maps() -> None:
     assert ["train/loss", "3", "0.0588", "50"] in [row[:4] for row in rows_of(shown)]
     for title in ("activation std", "gradient norm", "update ratio"):
         assert f"<details open><summary>{title}</summary>" in shown
-    assert "NaN or infinite values in 1 of 1 rows; the first is <bdi>fc.weight</bdi> at step 0." in shown
+    assert "NaN or infinite values in 1 of 1 rows, first in fc.weight at step 0." in shown
     assert re.search(r"train/loss +3 +0.0588 +█", text_of(a_history()))
 
 
@@ -560,22 +595,22 @@ def test_a_history_of_300_modules_and_100_steps_takes_less_than_300_kilobytes() 
     assert len(shown.encode()) < 300_000
 
 
-def test_rows_that_are_sick_stay_on_a_map_with_fewer_rows() -> None:
+def test_rows_with_nan_stay_on_a_map_with_fewer_rows() -> None:
     history = History()
     data = {Site(f"layer{i}", "activation"): [1.0, 2.0, math.nan if i == 333 else 3.0] for i in range(500)}
     history.append(make_frame(0, data))
     shown = html_of(history)
     assert "layer333" in {row[0] for row in rows_of(shown)}
-    assert "the first is <bdi>layer333</bdi> at step 0" in shown
+    assert "first in layer333 at step 0" in shown
 
 
 def test_a_grid_is_what_the_series_say_for_every_stat() -> None:
     history = a_history()
     for kind, stat in (("activation", "std"), ("gradient", "p50"), ("update", "ratio"), ("activation", "count")):
-        grid = over_time.grid_of(history, stat, kind)
+        grid = history_view.grid_of(history, stat, kind)
         for name, row in zip(grid.names, grid.values, strict=True):
             assert row.tolist() == history.series(name, kind, stat)[1].tolist()
-    assert over_time.grid_of(history, "norm", "gradient").names == ("fc", "relu", "deep"), "in forward order"
+    assert history_view.grid_of(history, "norm", "gradient").names == ("fc", "relu", "deep"), "in forward order"
 
 
 def test_a_grid_that_cannot_be_is_refused_with_the_nearest_name() -> None:
@@ -585,7 +620,7 @@ def test_a_grid_that_cannot_be_is_refused_with_the_nearest_name() -> None:
         ("ratio", "weight", "update"),
     ):
         with pytest.raises(ArgumentError, match=told):
-            over_time.grid_of(a_history(), stat, kind)
+            history_view.grid_of(a_history(), stat, kind)
 
 
 # --- pandas ------------------------------------------------------------------------------------------

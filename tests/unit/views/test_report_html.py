@@ -21,6 +21,7 @@ from tbhooks.cli import commands
 from tbhooks.data.frame import Finding, Frame, Site
 from tbhooks.drawing import heatmap
 from tbhooks.drawing.heatmap import LEVELS, PALETTE, Scale
+from tbhooks.drawing.text import bucket_label
 from tbhooks.runs import Run, report_data
 from tbhooks.runs.report_data import Grid
 from tbhooks.views import report_html
@@ -64,11 +65,11 @@ class Checked(HTMLParser):
 
     @property
     def text(self) -> str:
-        return " ".join(self.texts)
+        return " ".join(" ".join(self.texts).split())
 
 
 ALLOWED = {
-    "html", "head", "meta", "title", "style", "body", "h1", "h2", "h3", "p", "nav", "a", "div", "b", "ul", "li",
+    "html", "head", "meta", "title", "style", "body", "h1", "h2", "h3", "p", "nav", "a", "div", "b", "bdi", "ul", "li",
     "table", "thead", "tbody", "tr", "th", "td", "svg", "image", "text", "rect", "details", "summary", "img", "span",
 }  # fmt: skip
 
@@ -246,7 +247,7 @@ def test_what_is_not_finite_is_said_in_words_with_its_first_step() -> None:
     frames = [make_frame(s, {Site("x", "activation"): [1.0], Site("y", "activation"): [math.nan if s == 2 else 1.0]})
               for s in range(4)]  # fmt: skip
     text = checked(report_html.page(run_of(*frames))).text
-    assert "NaN or infinite values in 1 of 2 rows; the first is y at step 2." in text
+    assert "NaN or infinite values in 1 of 2 rows, first in y at step 2." in text
     assert report_data.run_grids(run_of(*frames))[0].wrong.tolist() == [[False] * 4, [False, False, True, False]]
 
 
@@ -260,13 +261,13 @@ def test_an_update_of_a_weight_of_zero_is_nothing_wrong() -> None:
 def test_histograms_hold_every_element_whatever_is_folded() -> None:
     rng = np.random.default_rng(0)
     frame = make_frame(0, {Site("x", "activation"): np.concatenate([rng.normal(size=500), [0.0, 1e-15, -1e-9, 3e4]])})
-    folded, buckets = report_html._around_zero_in_one(frame.buckets)
+    folded, buckets = report_html._merge_around_zero(frame.buckets)
     assert folded.sum() == 504
     assert len(buckets) == folded.shape[1] <= 2 * report_html.HALF_OCTAVES_SHOWN + 1
     assert buckets == sorted(buckets)
-    ones, where = report_html._around_zero_in_one(make_frame(0, {Site("x", "activation"): [5.0, 6.5]}).buckets)
+    ones, where = report_html._merge_around_zero(make_frame(0, {Site("x", "activation"): [5.0, 6.5]}).buckets)
     assert ones.sum() == 2
-    assert [report_html._bucket(b) for b in where] == ["4", "6"]
+    assert [bucket_label(b) for b in where] == ["4", "6"]
 
 
 def test_a_large_run_makes_a_small_page() -> None:
@@ -280,4 +281,4 @@ def test_a_large_run_makes_a_small_page() -> None:
         frames.append(Frame(step, 0.0, 0, sites, values, counts))
     text = report_html.page(run_of(*frames))
     assert len(text) < 3_000_000
-    assert "more sites are left out" in checked(text).text
+    assert "more tensors are left out" in checked(text).text

@@ -1,14 +1,14 @@
 /*
- * The interactive live view. It lays out what Python decided: words come as words, colours as palette numbers, so
- * this knows no statistics and no scales. One module without imports, as a notebook loads it; nothing is fetched.
- * Text is only ever set as text, so that a module's name stays a name.
+ * The interactive live view. Python sends text, numbers and palette indices; this module lays them out and computes no
+ * statistics. It is one module without imports, because a notebook loads it as one; nothing is fetched.
+ * Text is only ever set as text content, never as markup.
  */
 
 const SVG = "http://www.w3.org/2000/svg";
 const ROW = 16;
 const LOWEST_MAP = 480;
 const HELP = "Heat map of layers and steps. Arrow keys move from cell to cell, Enter shows the histogram of a cell.";
-const ASKED = "Asked for; a kernel that is busy may answer when the cell has ended.";
+const WAITING = "Waiting for the kernel; a busy kernel may answer after the cell has ended.";
 
 function make(name, attributes = {}, ...children) {
   const element = name === "svg" || name === "path" ? document.createElementNS(SVG, name) : document.createElement(name);
@@ -17,7 +17,7 @@ function make(name, attributes = {}, ...children) {
   return element;
 }
 
-/** A labelled <select>; options that are the same are left alone, for they may be open. */
+/** A labelled <select>. Unchanged options are not replaced, because the list may be open. */
 function makeChoice(label, onChange) {
   const box = make("select", { "aria-label": label });
   let shown = "";
@@ -42,11 +42,11 @@ const stepsInWords = ([first, last]) => (first === last ? `step ${whole(first)}`
 
 function valueInWords(value, wrong) {
   if (wrong) return Number.isNaN(value) ? "not finite" : `${Number(value.toPrecision(6))}, with NaN or Inf inside`;
-  return Number.isNaN(value) ? "not seen" : String(Number(value.toPrecision(6)));
+  return Number.isNaN(value) ? "no data" : String(Number(value.toPrecision(6)));
 }
 
-/** Heights from 0 to 1, null where there is none, as a line. */
-function drawnLine(heights, width = 220, height = 34) {
+/** A line through heights from 0 to 1; null where there is no value. */
+function drawLine(heights, width = 220, height = 34) {
   let path = "";
   heights.forEach((value, i) => {
     if (value === null) return;
@@ -56,7 +56,7 @@ function drawnLine(heights, width = 220, height = 34) {
   return make("svg", { width, height, class: "line", "aria-hidden": "true" }, make("path", { d: path }));
 }
 
-function drawnBars(heights, width = 480, height = 90) {
+function drawBars(heights, width = 480, height = 90) {
   const most = Math.max(...heights, 1e-300);
   const wide = width / heights.length;
   const bars = heights.map((value, i) => {
@@ -148,9 +148,9 @@ function createMap(colours, onMove, onPick) {
     paint(canvas, n, rows.length, (x, y) => colours[levels[rows[y] * n + x]]);
     stage.style.height = `${rows.length * ROW}px`;
     element.firstChild.style.maxHeight = `${LOWEST_MAP}px`;
-    const sick = new Set(view.sick);
+    const flagged = new Set(view.flagged);
     names.replaceChildren(
-      ...rows.map((i) => make("div", { title: view.names[i], class: sick.has(i) ? "sick" : "" }, (sick.has(i) ? "! " : "") + view.names[i])),
+      ...rows.map((i) => make("div", { title: view.names[i], class: flagged.has(i) ? "flagged" : "" }, (flagged.has(i) ? "! " : "") + view.names[i])),
     );
     const ends = n ? [view.steps[0][0], view.steps[Math.floor((n - 1) / 2)][0], view.steps[n - 1][1]] : [];
     axis.replaceChildren(...(n > 2 ? ends : [...new Set(ends)]).map((step, i) => make("span", {}, i ? whole(step) : `step ${whole(step)}`)));
@@ -161,23 +161,23 @@ function createMap(colours, onMove, onPick) {
   return { element, draw };
 }
 
-/** One widget: what its readers have typed and clicked outlives a view that is taken down and put up again. */
+/** One widget. The search text and the chosen histogram outlive a view that is removed and shown again. */
 export default () => {
   const kept = { search: "", histogram: null };
 
   function render({ model, el }) {
     const colours = pixels(bytes(model.get("palette")));
     el.classList.add("tbhooks", "tbhooks-live");
-    const twin = model.get("twin");
-    // The picture for readers without a kernel is in the same cell; it is seen where this view is not.
-    if (/^[\w-]+$/.test(twin)) el.append(make("style", {}, `.tbhooks:has(> .${twin}){display:none}`));
+    const staticClass = model.get("static_class");
+    // The static view for readers without a kernel is in the same cell; this view hides it.
+    if (/^[\w-]+$/.test(staticClass)) el.append(make("style", {}, `.tbhooks:has(> .${staticClass}){display:none}`));
 
     const headline = make("p", { class: "headline" });
     const lines = make("div", { class: "lines" });
     const kind = makeChoice("kind", (value) => choose("kind", value));
     const stat = makeChoice("stat", (value) => choose("stat", value));
     const search = make("input", { type: "search", placeholder: "find a layer", "aria-label": "find a layer", value: kept.search });
-    const found = make("span", { class: "soft", role: "status" });
+    const matches = make("span", { class: "soft", role: "status" });
     const title = make("p", { class: "soft" });
     const ramp = make("canvas", { class: "ramp", "aria-hidden": "true" });
     const [low, high] = [make("span"), make("span")];
@@ -186,9 +186,9 @@ export default () => {
     const histogram = make("div", { class: "histogram", role: "status" });
     const findings = make("div", {});
     const notes = make("div", {});
-    const map = createMap(colours, tell, ask);
+    const map = createMap(colours, showValue, requestHistogram);
     paint(ramp, 64, 1, (x) => colours[x * 4]);
-    const controls = make("div", { class: "controls" }, kind.element, stat.element, search, found);
+    const controls = make("div", { class: "controls" }, kind.element, stat.element, search, matches);
     el.append(headline, lines, controls, title, legend, map.element, value, histogram, findings, notes);
 
     let view = null;
@@ -200,38 +200,38 @@ export default () => {
       const needsAnother = name === "kind" && model.get("stat") === "ratio" && !wanted.endsWith("update");
       if (needsAnother) model.set("stat", "std");
       model.save_changes();
-      title.textContent = ASKED;
+      title.textContent = WAITING;
     }
 
-    function tell(cell) {
+    function showValue(cell) {
       if (!cell || !cell.name || cell.column >= view.steps.length) return void (value.textContent = "\u00a0");
       const at = cell.index * view.steps.length + cell.column;
       const words = valueInWords(values[at], levels[at] === 254);
       value.textContent = `${cell.name} at ${stepsInWords(view.steps[cell.column])}: ${view.stat} ${words}`;
     }
 
-    function ask(cell) {
+    function requestHistogram(cell) {
       const [first, last] = view.steps[cell.column];
-      tell(cell);
-      kept.histogram = { title: `${cell.name} at ${stepsInWords([first, last])}`, why: ASKED };
+      showValue(cell);
+      kept.histogram = { title: `${cell.name} at ${stepsInWords([first, last])}`, why: WAITING };
       showHistogram();
       model.send({ ask: "histogram", name: cell.name, first, last });
     }
 
     function showHistogram() {
-      const told = kept.histogram;
-      if (!told) return histogram.replaceChildren();
-      const parts = [make("h4", {}, told.title)];
-      if (told.why) parts.push(make("p", { class: "soft" }, told.why));
-      if (told.heights) parts.push(drawnBars(told.heights), make("div", { class: "axis" }, make("span", {}, told.low), make("span", {}, told.high)));
-      if (told.words) parts.push(make("p", {}, told.words));
+      const shown = kept.histogram;
+      if (!shown) return histogram.replaceChildren();
+      const parts = [make("h4", {}, shown.title)];
+      if (shown.why) parts.push(make("p", { class: "soft" }, shown.why));
+      if (shown.heights) parts.push(drawBars(shown.heights), make("div", { class: "axis" }, make("span", {}, shown.low), make("span", {}, shown.high)));
+      if (shown.words) parts.push(make("p", {}, shown.words));
       histogram.replaceChildren(...parts);
     }
 
     function drawMap() {
       const wanted = search.value.toLowerCase();
       const rows = view.names.map((_, i) => i).filter((i) => view.names[i].toLowerCase().includes(wanted));
-      found.textContent = wanted ? `${rows.length} of ${view.names.length}` : "";
+      matches.textContent = wanted ? `${rows.length} of ${view.names.length}` : "";
       map.draw(view, rows, levels);
     }
 
@@ -240,20 +240,20 @@ export default () => {
       values = floats(view.values);
       levels = bytes(view.levels);
       headline.textContent = view.headline;
-      lines.replaceChildren(...view.lines.map((line) => make("p", {}, `${line.name} `, drawnLine(line.heights), ` ${line.words}`)));
+      lines.replaceChildren(...view.lines.map((line) => make("p", {}, `${line.name} `, drawLine(line.heights), ` ${line.words}`)));
       kind.set(view.kinds.includes(view.kind) ? view.kinds : [view.kind, ...view.kinds], view.kind);
       stat.set(view.stats, view.stat);
       title.textContent = view.title;
       legend.hidden = !view.steps.length;
       low.textContent = view.scale.low;
       high.textContent = view.scale.high + (view.scale.logarithmic ? " (logarithmic)" : "");
-      findings.replaceChildren(...view.findings.map(drawnFinding));
-      if (!view.findings.length) findings.append(make("p", {}, "Nothing wrong was found."));
+      findings.replaceChildren(...view.findings.map(drawFinding));
+      if (!view.findings.length) findings.append(make("p", {}, "No issues found."));
       notes.replaceChildren(...view.notes.map((note) => make("p", {}, note)));
       drawMap();
     }
 
-    const answered = (message) => {
+    const onMessage = (message) => {
       if (!message?.histogram) return;
       kept.histogram = message.histogram;
       showHistogram();
@@ -262,21 +262,21 @@ export default () => {
       kept.search = search.value;
       drawMap();
     });
-    search.addEventListener("keydown", (event) => event.stopPropagation()); // letters are commands to a notebook
+    search.addEventListener("keydown", (event) => event.stopPropagation()); // letters are keyboard shortcuts of the notebook
     model.on("change:view", show);
-    model.on("msg:custom", answered);
+    model.on("msg:custom", onMessage);
     value.textContent = "\u00a0";
     show();
     showHistogram();
     return () => {
       model.off("change:view", show);
-      model.off("msg:custom", answered);
+      model.off("msg:custom", onMessage);
     };
   }
 
   return { render };
 };
 
-function drawnFinding({ severity, heading, message }) {
+function drawFinding({ severity, heading, message }) {
   return make("div", { class: `finding ${severity}` }, make("b", {}, severity), ` ${heading}`, make("p", {}, message));
 }

@@ -1,0 +1,154 @@
+"""What a watch writes in addition to statistics, each part off until it is asked for: graph, images, embeddings, ...
+
+`Watch` has the public methods and their documentation.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tbhooks.api import environment, validation
+from tbhooks.api.lifecycle import HasDestination, Lifecycle
+from tbhooks.capture.hooks.collectors import Collector
+from tbhooks.capture.scalars.training_metrics import PARTS
+from tbhooks.capture.session import CaptureSession
+from tbhooks.collectors import channels, embeddings, images
+from tbhooks.collectors.graph.collector import GraphCollector
+from tbhooks.collectors.model_summary import SummaryCollector
+from tbhooks.collectors.profiler import Profile
+from tbhooks.data import stats
+from tbhooks.data.artifacts import Artifact, RunEnded
+from tbhooks.data.errors import ArgumentError, check_integer, check_names
+from tbhooks.data.frame import Frame
+from tbhooks.data.remote import is_remote
+from tbhooks.data.self_report import Report
+from tbhooks.delivery.worker import Worker
+from tbhooks.drawing.model_table import Summary
+
+
+class Extras:
+    """Adds collectors to the session and submits artifacts. Ranks that do not write only check the arguments."""
+
+    def __init__(self, session: CaptureSession, worker: Worker, lifecycle: Lifecycle, report: Report) -> None:
+        self._session = session
+        self._worker = worker
+        self._lifecycle = lifecycle
+        self._report = report
+        self._model = lifecycle.model
+        self._has_hparams = False
+        self._summary: SummaryCollector | None = None
+
+    def graph(self) -> None:
+        """See `Watch.graph`."""
+        self._collect(GraphCollector(self._model, self._session.observer, self._report))
+
+    def summary(self) -> Summary:
+        """See `Watch.summary`."""
+        if self._summary is None:
+            self._summary = SummaryCollector(self._model, self._session.observer.collectors, self._report)
+            self._collect(self._summary)
+        return Summary(self._summary)
+
+    def images(self, pattern: Any, every: int | None, most_bytes: int) -> None:
+        """See `Watch.images`."""
+        every = None if every is None else check_integer("every", every)
+        most, model = check_integer("most_bytes", most_bytes), self._model()
+        if model is not None:
+            self._collect(images.of_model(model, pattern, self._report, every, most))
+
+    def per_channel(self, pattern: Any, kinds: Sequence[str], histograms: bool) -> None:
+        """See `Watch.per_channel`."""
+        chosen = (kinds,) if isinstance(kinds, str) else tuple(kinds)
+        check_names("kind", chosen, channels.KINDS)
+        if not chosen or not isinstance(histograms, bool):
+            raise ArgumentError(f"per_channel takes kinds, and histograms=True or False, got {kinds!r}, {histograms!r}")
+        model = self._model()
+        if model is not None:
+            recorder = self._session.recorder
+            self._collect(channels.of_model(model, pattern, chosen, histograms, recorder, self._report))
+
+    def embeddings(self, pattern: Any, labels: Any, thumbnails: Any, every: int | None, most: int) -> None:
+        """See `Watch.embeddings`."""
+        every = None if every is None else check_integer("every", every)
+        most, model = check_integer("most", most), self._model()
+        if model is None:
+            return
+        for sink in self._lifecycle.sinks:
+            if isinstance(sink, HasDestination) and is_remote(sink.destination):
+                self._report.log_once(f"embeddings need a run in a local directory: {sink.destination} gets none")
+        self._collect(embeddings.of_model(model, pattern, (labels, thumbnails), every, most, self._report))
+
+    def log_every(self, n: int) -> None:
+        """See `Watch.log_every`."""
+        every = check_integer("n", n)
+        if self._lifecycle.is_active:
+            self._session.log_means(every)
+
+    def progress(self, parts: Sequence[str]) -> None:
+        """See `Watch.progress`."""
+        check_names("part of the progress", parts, PARTS)
+        if self._lifecycle.is_active:
+            self._session.log_metrics(frozenset(parts or PARTS))
+
+    def hparams(self, values: dict[str, Any], metrics: Sequence[str]) -> None:
+        """See `Watch.hparams`."""
+        hyperparameters = validation.parse_hyperparameters(values, metrics)
+        if self._has_hparams:
+            raise ArgumentError("hparams() was called before, and TensorBoard takes one set per run: give all at once")
+        self._has_hparams = True
+        self._submit(hyperparameters)
+        self._lifecycle.at_end(lambda failed: self._submit(RunEnded(failed)))
+
+    def environment(self) -> None:
+        """See `Watch.environment`."""
+        self._submit(environment.describe_run(self._session, self._lifecycle.context, self._model()))
+
+    def profile(self, steps: tuple[int, int]) -> None:
+        """See `Watch.profile`."""
+        first, last = validation.steps(steps)
+        directory, now = self._lifecycle.run_directory, self._session.clock.count
+        if first < now:
+            raise ArgumentError(f"steps={steps!r} begins before the current step of this watch, {now}")
+        if not self._lifecycle.is_writing:
+            return
+        if directory is None or is_remote(directory):
+            raise ArgumentError("profile() writes into the run: give watch() a local directory or a SummaryWriter")
+        traces, session = Path(directory) / "tbhooks-profile", self._session
+        profile = Profile(
+            first, last, traces, session.forwards, session.observer.gate, self._worker.submit, self._report
+        )
+        session.profiles.append(profile)
+        if first == now:
+            profile.start()
+
+    def _collect(self, collector: Collector) -> None:
+        if self._lifecycle.is_writing:
+            with self._report.guarded(type(collector).__name__):
+                self._session.observer.add_collector(collector)
+
+    def _submit(self, artifact: Artifact) -> None:
+        if self._lifecycle.is_writing:
+            self._worker.submit(ArtifactStep((artifact,)))
+
+
+@dataclass(frozen=True)
+class ArtifactStep:
+    """Artifacts that are written at once, without a logged step. Implements the `Step` of the background thread."""
+
+    artifacts: tuple[Artifact, ...]
+    step: int = 0
+    nbytes: int = 0
+
+    def without_numbers(self) -> ArtifactStep:
+        """Itself: it is small and never dropped."""
+        return self
+
+    def frames(self) -> list[Frame]:
+        counts = np.zeros((0, 0), dtype=np.int64)
+        return [Frame(self.step, time.time(), 0, (), stats.empty_rows(0), counts, artifacts=self.artifacts)]
