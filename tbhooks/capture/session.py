@@ -11,20 +11,18 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tbhooks.capture.autograd import profiler_label, without_dispatch_modes
+from tbhooks.capture.hooks.collectors import Profile
 from tbhooks.capture.hooks.forward_event import ForwardEvent, Subscription
 from tbhooks.capture.hooks.observer import Observer
 from tbhooks.capture.packed_step import PackedStep
 from tbhooks.capture.rank_context import RankContext
 from tbhooks.capture.recorder import Recorder
-from tbhooks.capture.scalars.running_means import MeansWriter
-from tbhooks.capture.scalars.training_metrics import TrainingMetrics
-from tbhooks.capture.scalars.user_scalars import UserScalars
+from tbhooks.capture.scalars.step_scalars import StepScalars
 from tbhooks.capture.schedule import Schedule
 from tbhooks.capture.selection import Selector, unwrap
 from tbhooks.capture.step.clock import Clock
@@ -39,23 +37,13 @@ from tbhooks.data.self_report import Report
 from tbhooks.reduction import triton
 
 
-class Profile(Protocol):
-    """A profiler that runs for some steps."""
-
-    def step_ended(self, step: int) -> None: ...
-
-    def leave_model(self) -> None: ...
-
-    def stop(self, step: int) -> None: ...
-
-
 class CaptureSession:
-    """The capture side of one watch. Its public methods are for the handle, the others are called by collaborators."""
+    """The capture side of one watch. `Watch` calls its methods, and so do the clock, the observer and the scaler."""
 
     def __init__(
         self, model: nn.Module, selector: Selector, kinds: tuple[str, ...], schedule: Schedule, mode: str,
-        context: RankContext, submit: Callable[[PackedStep], None], raise_if_asked: Callable[[], None],
-        report: Report,
+        context: RankContext, submit: Callable[[PackedStep], None], on_nonfinite: Callable[[int, Replay], None],
+        raise_if_asked: Callable[[], None], report: Report,
     ) -> None:  # fmt: skip
         self._model = weakref.ref(unwrap(model))
         self._kinds = kinds
@@ -69,6 +57,9 @@ class CaptureSession:
         self.observer = Observer(model, selector, self.recorder, self, report)
         self.forwards = ForwardEvent(self._model, self.observer.gate, report)
         self._groups = GroupNumbers()
+        self._scalars = StepScalars(
+            self._model, self.recorder, self.observer, self._groups, self.forwards, context, submit
+        )
         self.parameters = ParameterReader(model, selector, self.recorder, self._groups, report)
         self.clock = Clock(
             mode, context.first_step, self._model, self.observer, self.parameters, self.forwards, self, report
@@ -79,17 +70,13 @@ class CaptureSession:
         self.tripwire = Tripwire()
         self.profiles: list[Profile] = []
         self.logged = 0
-        self._scalars = UserScalars(self.recorder, self.observer, context, submit)
-        self._means: MeansWriter | None = None
-        self._metrics: TrainingMetrics | None = None
         self._evaluation: Evaluation | None = None
-        self._replay: Replay | None = None
+        self._replay = Replay(self._model, self.observer, on_nonfinite, report)
         self._step = Step(context.first_step)
         self._ended: Step | None = None
         """The step before the open one."""
-        self._last_label = 0
+        self._last_label = self._pauses = 0
         self._next_forward: Subscription | None = None
-        self._pauses = 0
         self._thread = threading.get_ident()
 
     # The life of the session, for the handle.
@@ -118,8 +105,7 @@ class CaptureSession:
             self._step_is_over(opens_next=False)
             self._submit_late_scalars()
             self._finish_evaluation()
-            if self._means is not None:
-                self._means.write_rest(self._last_label)
+            self._scalars.means.write_rest(self._last_label)
             for profile in self.profiles:
                 profile.stop(self.clock.count - 1)
         self.disconnect()
@@ -139,8 +125,7 @@ class CaptureSession:
 
     def disconnect(self) -> None:
         """Removes the hooks on optimizers, the wrappers of GradScaler and the forward hooks on the model itself."""
-        if self._replay is not None:
-            self._replay.stop()
+        self._replay.stop()
         self.scaler.stop()
         self.clock.stop()
         self.forwards.close()
@@ -169,8 +154,8 @@ class CaptureSession:
             if self.observer.seen is None and self._team is None:
                 self._submit_late_scalars()
             self._finish_evaluation()
-            if for_good and self._means is not None:
-                self._means.write_rest(self._last_label)
+            if for_good:
+                self._scalars.means.write_rest(self._last_label)
 
     def pause(self) -> None:
         """Removes every hook from the model, except those in compiled code, which do nothing then. Can be nested."""
@@ -180,8 +165,7 @@ class CaptureSession:
         self.observer.detach()
         self.clock.pause()
         self.forwards.pause()
-        if self._replay is not None:
-            self._replay.stop()
+        self._replay.stop()
         for profile in self.profiles:
             profile.leave_model()
 
@@ -190,8 +174,7 @@ class CaptureSession:
         if not self._pauses:
             self.clock.resume()
             self.forwards.resume()
-            if self._replay is not None:
-                self._replay.start()
+            self._replay.start()
             if self.observer.seen is not None:
                 self.observer.attach()
             elif self.observer.gate.was_compiled:
@@ -212,43 +195,35 @@ class CaptureSession:
         self._step_is_over()
         self._submit(recorder.pack(self._last_label, self._rank))
 
-    def check_gradients(self, on_nonfinite: Callable[[int, Replay], None]) -> None:
+    def check_gradients(self) -> None:
         """From now on the gradients of every step are checked; `on_nonfinite` is called if they are not finite."""
-        if self._replay is None:
-            self._replay = Replay(self._model, self.observer, on_nonfinite, self._report)
-            if not self._pauses:
-                self._replay.start()
+        self._replay.enable()
+        if not self._pauses:
+            self._replay.start()
 
     def log_means(self, every: int) -> None:
         """From now on the user's scalars are written as running means, every `every` steps."""
-        if self._means is None:
-            self._means = MeansWriter(self._model, self.observer, self._context, self._submit)
+        if self._scalars.means.every is None:
             self.forwards.subscribe(self._forward_begins, in_graph=True)
-        self._means.every = every
+        self._scalars.means.every = every
 
     def log_metrics(self, parts: frozenset[str]) -> None:
         """From now on training metrics are logged: optimizer settings, throughput, memory."""
-        if self._metrics is None:
-            self._metrics = TrainingMetrics(self._model, self._groups, self.forwards)
-        self._metrics.add_parts(parts)
+        self._scalars.metrics.add_parts(parts)
 
     def log(self, values: dict[str, Tensor | float]) -> None:
         """Logs scalars of the user, to the open step or to the one that has just ended."""
         with self._report.guarded("log"), self.clock.lock, profiler_label("log"):
             for tag, value in values.items():
-                if self._means is not None:
-                    self._means.add(tag, value)
-                else:
-                    self._step.was_skipped = self._step.was_skipped and not self.observer.called
-                    self._scalars.log(tag, value, self._step, self._takes_late_scalars)
+                self._scalars.log(tag, value, self._step, self._step_taking_late_scalars)
 
     def step(self, label: int | None) -> None:
         """The user ends the step. If the clock has just ended it, the step only gets the user's label."""
         with self._report.guarded("step"), self.clock.lock:
-            ended = self._takes_late_scalars if self.clock.mode != "manual" else None
+            ended = self._step_taking_late_scalars if self.clock.mode != "manual" else None
             self.clock.set_manual()
             if ended is None:
-                self._step_ended(self.clock.count if label is None else label)
+                self.step_ended(label)
                 self.clock.count += 1
             elif label is not None:
                 self._last_label = label
@@ -267,10 +242,8 @@ class CaptureSession:
         self.scaler.before_optimizer(optimizer)
         with without_dispatch_modes():
             self.tripwire.check(optimizer, self.clock.count)
-        if self._replay is not None:
-            self._replay.check(optimizer, self.clock.count)
-        if self._metrics is not None and self._is_written(self.clock.count):
-            self._metrics.before_optimizer(optimizer)
+        self._replay.check(optimizer, self.clock.count)
+        self._scalars.before_optimizer(optimizer, self.clock.count)
         if self.is_logging():
             with without_dispatch_modes(), profiler_label("parameters"):
                 self.scaler.log()
@@ -282,8 +255,13 @@ class CaptureSession:
             with without_dispatch_modes(), profiler_label("parameters"):
                 self.parameters.after_optimizer(optimizer, has_closure)
 
-    def step_ended(self) -> None:
-        self._step_ended(self.clock.count)
+    def step_ended(self, label: int | None = None) -> None:
+        with profiler_label("step"):
+            self._close_step(self.clock.count if label is None else label)
+        for profile in self.profiles:
+            profile.step_ended(self.clock.count)
+            if self._pauses:
+                profile.leave_model()
 
     def backward_begins(self) -> None:
         with self.clock.lock:
@@ -330,14 +308,6 @@ class CaptureSession:
             for tag, value in self._step.early.items():
                 self.recorder.scalar(tag, value)
 
-    def _step_ended(self, label: int) -> None:
-        with profiler_label("step"):
-            self._close_step(label)
-        for profile in self.profiles:
-            profile.step_ended(self.clock.count)
-            if self._pauses:
-                profile.leave_model()
-
     def _close_step(self, label: int) -> None:
         """Closes the open step, or abandons it if it is not a logged one, and opens the next one."""
         self._thread = threading.get_ident()
@@ -347,9 +317,8 @@ class CaptureSession:
         self._no_more_late_scalars()
         self._last_label = label
         self._groups.step_ended()
-        if self._replay is not None:
-            self._replay.step_ended()
-        self._record_metrics(self.clock.count)
+        self._replay.step_ended()
+        self._scalars.step_ends(self.clock.count)
         ended = self._ended = self._step
         ended.is_logged = self.observer.seen is not None
         ended.close(label, self.recorder.scalar_tags)
@@ -381,8 +350,7 @@ class CaptureSession:
             finally:
                 if opens_next:
                     self._open_step(self.clock.count)
-        if self._means is not None and self._means.is_due:
-            self._write_means(self._means)
+        self._scalars.write_means(ended, self._last_label)
         self._submit_packed()
 
     def _pack(self, step: Step) -> None:
@@ -408,9 +376,8 @@ class CaptureSession:
 
     @property
     def _waits_with_its_copy(self) -> bool:
-        """Whether more scalars on a device may be logged to the step that has ended, and have to be in its copy."""
-        may_come = self._scalars.come_late_from_devices or (self._means is not None and self._means.is_due)
-        return may_come and self._team is None and self.clock.mode != "forward" and not self._pauses
+        """Whether the copy of the step that has ended is delayed, for scalars that may still be logged to it."""
+        return self._scalars.may_come_late and self._team is None and self.clock.mode != "forward" and not self._pauses
 
     @property
     def _other_ranks_wait(self) -> bool:
@@ -420,8 +387,6 @@ class CaptureSession:
     def _copy(self, label: int) -> PackedStep:
         """Starts the one copy to the host. Late scalars of earlier steps are in it, too."""
         self._scalars.add_to_copy()
-        if self._means is not None:
-            self._means.add_to_copy(self.recorder)
         if triton.failure:
             self._report.log_once(f"Triton is installed but fails; torch operations are used: {triton.failure}")
         with profiler_label("copy"):
@@ -449,15 +414,13 @@ class CaptureSession:
     # Scalars of the step that has ended.
 
     @property
-    def _takes_late_scalars(self) -> Step | None:
+    def _step_taking_late_scalars(self) -> Step | None:
         """Returns the step that has ended, as long as nothing of the next one has happened."""
         ended = self._ended
         return ended if ended is not None and ended.takes_late_scalars and not self.observer.called else None
 
     def _watch_next_forward(self) -> None:
-        """From now on the next forward submits the step. No hook can be added to a compiled model: there the next
-        optimizer step submits it.
-        """
+        """Subscribes to the next forward. A compiled model takes no new hook: there the optimizer's step submits."""
         if self._next_forward is None and not self.observer.gate.was_compiled:
             self._next_forward = self.forwards.subscribe(self._forward_begins, in_graph=False)
 
@@ -468,32 +431,6 @@ class CaptureSession:
         if self._ended is not None:
             self._ended.takes_late_scalars = False
 
-    def _is_written(self, step: int) -> bool:
-        """Whether the open step is written: it is a logged one, or running means are due."""
-        return self.observer.seen is not None or (self._means is not None and self._means.writes(step))
-
-    def _record_metrics(self, step: int) -> None:
-        """Adds the training metrics to the step that ends."""
-        if self._means is not None:
-            self._means.step_ends(step)
-        if self._metrics is None or not self._is_written(step):
-            return
-        numbers = self._metrics.numbers(step)
-        if self.observer.seen is None and self._means is not None:
-            self._means.extra = numbers
-            return
-        for tag, number in numbers.items():
-            self.recorder.scalar(tag, number)
-
-    def _write_means(self, writer: MeansWriter) -> None:
-        """Writes the running means that are due and were not in the copy of the step that has ended."""
-        means = writer.take()
-        if self._ended is not None and self._ended.is_logged and self._ended.label == self._last_label:
-            for tag, mean in means.items():
-                self._scalars.log_late(self._ended, tag, mean)
-        else:
-            writer.write(self._last_label, means)
-
     def _submit_late_scalars(self) -> None:
         """Makes a copy only for device scalars that were logged after the copy of their step."""
         if self._scalars.wait_for_a_copy and self._rank == 0:
@@ -502,8 +439,7 @@ class CaptureSession:
     def _finish_evaluation(self) -> None:
         if self._evaluation is not None:
             self._evaluation.finish()
-        if self._means is not None:
-            self._means.write_evaluation(self._last_label)
+        self._scalars.means.write_evaluation(self._last_label)
 
     def _warn_if_blind(self, label: int) -> None:
         """Warns if the hooks were not called in a logged step."""

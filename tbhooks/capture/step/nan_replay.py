@@ -60,7 +60,8 @@ class NonFiniteOrigin:
 class Replay:
     """Keeps the passes of the running step, and runs them again if its gradients are not finite.
 
-    `on_nonfinite` is called with the step and this object, before the optimizer's step.
+    Does nothing until it is enabled. `on_nonfinite` is called with the step and this object, before the optimizer's
+    step.
     """
 
     def __init__(
@@ -74,11 +75,15 @@ class Replay:
         self._report = report
         self._passes: list[_Pass] = []
         self._handles: list[RemovableHandle] = []
-        self._is_running = False
+        self._is_enabled = self._is_running = False
+
+    def enable(self) -> None:
+        self._is_enabled = True
 
     def start(self) -> None:
+        """Adds the hooks on the model that keep its passes."""
         model = self._model()
-        if model is not None and not self._handles:
+        if self._is_enabled and model is not None and not self._handles:
             self._handles = hook_forward(model, self._forward_begins, self._forward_ended)
 
     def stop(self) -> None:
@@ -108,11 +113,10 @@ class Replay:
                     hook_tensor(tensor, partial(_keep_gradient, self._passes[-1].gradients, index))
 
     def check(self, optimizer: Optimizer, step: int) -> None:
-        """Checks the gradients before an optimizer's step. Of several such steps in a row only the first is reported.
-
-        Waits for the device.
+        """Checks the gradients before an optimizer's step, which waits for the device. Of several steps in a row with
+        nonfinite gradients only the first is reported.
         """
-        is_nonfinite = _has_nonfinite_gradients(optimizer)
+        is_nonfinite = self._is_enabled and _has_nonfinite_gradients(optimizer)
         if is_nonfinite and not self._was_nonfinite:
             self._on_nonfinite(step, self)
         self._was_nonfinite = is_nonfinite

@@ -233,7 +233,7 @@ def test_no_hook_stays_behind_or_is_there_in_a_pause() -> None:
         assert not model._forward_pre_hooks
     assert len(model._forward_pre_hooks) == 1
     copy.deepcopy(model)(torch.ones(1, 3))
-    assert not w._session._metrics._samples, "a copy of the model counts for nothing"
+    assert not w._session._scalars.metrics._samples, "a copy of the model counts for nothing"
     w.close()
     assert not model._forward_pre_hooks
 
