@@ -52,9 +52,9 @@ def train(rank: int, world: int, store: str, steps: int, layers: int, results: A
     for _ in range(4):
         for way in WAYS:
             w = None if way == "bare" else tbhooks.watch(parallel, every=1, ranks=way)
-            if w is not None and w._lifecycle.context.team is not None:
-                told |= {"bytes": w._lifecycle.context.team.size}
-                w._lifecycle.context.team._exchange = timed(w._lifecycle.context.team._exchange, merging)
+            if w is not None and w._lifecycle.context.rank_group is not None:
+                told |= {"bytes": w._lifecycle.context.rank_group.size}
+                w._lifecycle.context.rank_group._exchange = timed(w._lifecycle.context.rank_group._exchange, merging)
             for step in range(steps // 4):
                 distributed.barrier()
                 start = time.perf_counter()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from hypothesis import settings
 
 from tbhooks.api.lifecycle import open_watches
 from tbhooks.reduction import cpu
+from tests.support.slow import COLLECTED
 
 torch.set_num_threads(1)
 # In CI the same examples every time: a change must not fail for what somebody else's dice find.
@@ -28,36 +28,10 @@ if os.environ.get("CI"):
     settings.load_profile("ci")
 
 
-TESTS = Path(__file__).parent
-# Of these long lists of cases `make test` takes one of so many, told by their names; `make test-slow` has the others.
-ONE_OF = {
-    "clinic/test_clinic": 4,
-    "unit/reduction/test_device": 2,
-    "unit/reduction/test_cpu_kernel": 2,
-    "loops/test_accumulation": 2,
-    "loops/test_checkpointing": 4,
-    "loops/test_compile": 4,
-    "loops/test_compile_combined": 4,
-    "loops/test_compile_edges": 3,
-    "loops/test_contexts": 2,
-    "loops/test_evaluation": 2,
-    "loops/test_functional": 2,
-    "loops/test_inputs": 2,
-    "loops/test_mixed_precision": 2,
-    "loops/test_optimizers": 2,
-    "loops/test_transforms": 2,
-    "unit/views/test_figures": 2,
-    "unit/collectors/test_graph": 2,
-    "unit/collectors/test_model_summary": 4,
-    "loops/test_zoo": 3,
-}
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        share = ONE_OF.get(item.path.with_suffix("").relative_to(TESTS).as_posix(), 1)
-        if "[" in item.name and zlib.crc32(item.name.encode()) % share:
-            item.add_marker(pytest.mark.slow)
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keeps everything that was collected, before `-m` removes some, for the test of the marker `slow`."""
+    config.stash[COLLECTED] = list(items)
 
 
 @pytest.fixture

@@ -73,5 +73,5 @@ def _options(session: CaptureSession, context: RankContext) -> dict[str, str]:
         "kinds": ", ".join(sorted(session.recorder.kinds)),
         "histograms": str(schedule.histograms),
         "step": session.clock.mode,
-        "ranks": "1" if context.team is None else f"{context.team.world}, merged",
+        "ranks": "1" if context.rank_group is None else f"{context.rank_group.world}, merged",
     }

@@ -1,7 +1,4 @@
-"""What a watch writes in addition to statistics, each part off until it is asked for: graph, images, embeddings, ...
-
-`Watch` has the public methods and their documentation.
-"""
+"""What a watch writes in addition to statistics, each part off until it is asked for: graph, images, embeddings, ..."""
 
 from __future__ import annotations
 
@@ -33,7 +30,10 @@ from tbhooks.drawing.model_table import Summary
 
 
 class Extras:
-    """Adds collectors to the session and submits artifacts. Ranks that do not write only check the arguments."""
+    """Adds collectors to the session and submits artifacts. Ranks that do not write only check the arguments.
+
+    The methods are those of `Watch` with the same names, which document them.
+    """
 
     def __init__(self, session: CaptureSession, worker: Worker, lifecycle: Lifecycle, report: Report) -> None:
         self._session = session
@@ -45,25 +45,21 @@ class Extras:
         self._summary: SummaryCollector | None = None
 
     def graph(self) -> None:
-        """See `Watch.graph`."""
         self._collect(GraphCollector(self._model, self._session.observer, self._report))
 
     def summary(self) -> Summary:
-        """See `Watch.summary`."""
         if self._summary is None:
             self._summary = SummaryCollector(self._model, self._session.observer.collectors, self._report)
             self._collect(self._summary)
         return Summary(self._summary)
 
     def images(self, pattern: Any, every: int | None, most_bytes: int) -> None:
-        """See `Watch.images`."""
         every = None if every is None else check_integer("every", every)
         most, model = check_integer("most_bytes", most_bytes), self._model()
         if model is not None:
             self._collect(images.of_model(model, pattern, self._report, every, most))
 
     def per_channel(self, pattern: Any, kinds: Sequence[str], histograms: bool) -> None:
-        """See `Watch.per_channel`."""
         chosen = (kinds,) if isinstance(kinds, str) else tuple(kinds)
         check_names("kind", chosen, channels.KINDS)
         if not chosen or not isinstance(histograms, bool):
@@ -74,7 +70,6 @@ class Extras:
             self._collect(channels.of_model(model, pattern, chosen, histograms, recorder, self._report))
 
     def embeddings(self, pattern: Any, labels: Any, thumbnails: Any, every: int | None, most: int) -> None:
-        """See `Watch.embeddings`."""
         every = None if every is None else check_integer("every", every)
         most, model = check_integer("most", most), self._model()
         if model is None:
@@ -85,19 +80,16 @@ class Extras:
         self._collect(embeddings.of_model(model, pattern, (labels, thumbnails), every, most, self._report))
 
     def log_every(self, n: int) -> None:
-        """See `Watch.log_every`."""
         every = check_integer("n", n)
         if self._lifecycle.is_active:
             self._session.log_means(every)
 
     def progress(self, parts: Sequence[str]) -> None:
-        """See `Watch.progress`."""
         check_names("part of the progress", parts, PARTS)
         if self._lifecycle.is_active:
             self._session.log_metrics(frozenset(parts or PARTS))
 
     def hparams(self, values: dict[str, Any], metrics: Sequence[str]) -> None:
-        """See `Watch.hparams`."""
         hyperparameters = validation.parse_hyperparameters(values, metrics)
         if self._has_hparams:
             raise ArgumentError("hparams() was called before, and TensorBoard takes one set per run: give all at once")
@@ -106,11 +98,9 @@ class Extras:
         self._lifecycle.at_end(lambda failed: self._submit(RunEnded(failed)))
 
     def environment(self) -> None:
-        """See `Watch.environment`."""
         self._submit(environment.describe_run(self._session, self._lifecycle.context, self._model()))
 
     def profile(self, steps: tuple[int, int]) -> None:
-        """See `Watch.profile`."""
         first, last = validation.steps(steps)
         directory, now = self._lifecycle.run_directory, self._session.clock.count
         if first < now:

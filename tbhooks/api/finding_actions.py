@@ -38,7 +38,6 @@ class FindingActions:
         return Findings(once_each(sorted(findings, key=lambda finding: finding.step)))
 
     def on_finding(self, action: object) -> None:
-        """See `Watch.on_finding`."""
         if callable(action):
             self._callbacks.append(action)
         elif action in ("raise", "stop"):
@@ -47,7 +46,6 @@ class FindingActions:
             raise ArgumentError(f'on_finding takes a callable, "raise" or "stop", got {action!r}')
 
     def on_nonfinite(self, action: str) -> None:
-        """See `Watch.on_nonfinite`."""
         check_names("action", (action,), ("replay", "raise"))
         self._on_nonfinite.add(action)
 

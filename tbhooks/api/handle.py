@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from torch import Tensor
 
@@ -23,14 +23,24 @@ from tbhooks.data.findings import Findings
 from tbhooks.data.frame import Finding, Frame
 from tbhooks.data.history import History
 from tbhooks.data.self_report import Stats
-from tbhooks.delivery.frame_callback import Follower, FollowerSink, LiveView
-from tbhooks.delivery.worker import DEADLINE_S, Worker
+from tbhooks.delivery.worker import DEADLINE_S, Follower, FollowerSink, Worker
 from tbhooks.drawing.model_table import Summary
 from tbhooks.reduction import cpu, triton
 from tbhooks.sinks import Sink
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+class LiveView(Protocol):
+    """The view that `Watch.live()` returns."""
+
+    updates: int
+    seconds: float
+
+    def choose(self, kind: str, stat: str) -> None: ...
+
+    def stop(self) -> None: ...
 
 
 class Watch:
@@ -350,4 +360,4 @@ class Watch:
 
 def lifecycle_of(watch: Watch) -> Lifecycle:
     """The part of a watch that other layers of tbhooks may use. Not part of the public API."""
-    return watch._lifecycle
+    return watch._lifecycle  # noqa: SLF001  the one way in, so that users see only the public methods

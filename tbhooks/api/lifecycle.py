@@ -48,8 +48,8 @@ class HasDestination(Protocol):
     @property
     def destination(self) -> str: ...
 
-    def drain_before_close(self, drain: Callable[[], None]) -> None:
-        """Has `drain` called before the destination is closed."""
+    def flush_before_close(self, flush: Callable[[], None]) -> None:
+        """Makes the sink call `flush` before its destination is closed."""
 
 
 class Lifecycle:
@@ -96,7 +96,7 @@ class Lifecycle:
                 other.close()
         self._connect(self.sinks)
         open_watches.add(self)
-        if self.context.team is not None:
+        if self.context.rank_group is not None:
             before_process_group_ends.add(id(self), self.drain)
         model = self.model()
         if model is not None:
@@ -114,15 +114,15 @@ class Lifecycle:
             return
         self.begin_close()
         deadline = time.monotonic() + timeout_s
-        team = self.context.team
-        if team is not None and not self._worker.wait(max(timeout_s / 2, timeout_s - RESERVED_FOR_WRITING_S)):
-            team.give_up()
+        rank_group = self.context.rank_group
+        if rank_group is not None and not self._worker.wait(max(timeout_s / 2, timeout_s - RESERVED_FOR_WRITING_S)):
+            rank_group.give_up()
         self._worker.close(max(0.0, deadline - time.monotonic()))
         if self._is_model_gone:
             self.session.stop()
-        if team is not None:
+        if rank_group is not None:
             before_process_group_ends.discard(id(self))
-            team.leave(is_idle=self.is_written)
+            rank_group.leave(is_idle=self.is_written)
         open_watches.discard(self)  # last: if this is interrupted, the watch is closed again at exit
         _restore_handlers()
 
@@ -184,7 +184,7 @@ class Lifecycle:
         if self.is_active:
             self.session.settle()
         if timeout_s is None:
-            timeout_s = DEADLINE_S if self.context.team is None else MERGED_READ_S
+            timeout_s = DEADLINE_S if self.context.rank_group is None else MERGED_READ_S
         self._worker.wait(timeout_s)
 
     # Where the sinks write.
@@ -217,7 +217,7 @@ class Lifecycle:
         taken = {destination for other in open_watches if other is not self for destination in other.destinations}
         for sink in sinks:
             if isinstance(sink, HasDestination):
-                sink.drain_before_close(self.drain)
+                sink.flush_before_close(self.drain)
                 if sink.destination in taken:
                     self.report.log_once(
                         f"another open watch writes to {sink.destination} too: where their tags are the same, their "

@@ -237,7 +237,7 @@ def _next_sequence_number() -> int:
 
 
 def _sequence_number(node: Any) -> int:
-    return int(node._sequence_nr())
+    return int(node._sequence_nr())  # noqa: SLF001  nothing else says how old a node is
 
 
 def _backward(loss: Tensor, model: nn.Module, begin: int) -> None:
@@ -343,9 +343,9 @@ def _watches_paused(model: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def _paused(session: CaptureSession) -> Iterator[None]:
     """Like `Watch.paused`, but the open step goes on afterwards as if nothing had happened."""
-    observer, replay = session.observer, session._replay
-    seen, was_open, were_on = observer.seen, observer.gate.open, observer.placement.is_attached
-    passes = [] if replay is None else replay._passes
+    observer, replay = session.observer, session.replay
+    seen, was_open, was_attached = observer.seen, observer.gate.open, observer.placement.is_attached
+    passes = replay.passes
     session.pause()
     observer.remove()
     observer.seen = None
@@ -354,8 +354,7 @@ def _paused(session: CaptureSession) -> Iterator[None]:
     finally:
         observer.seen = seen
         session.resume()
-        if were_on:
+        if was_attached:
             observer.placement.attach()
         observer.gate.open = was_open
-        if replay is not None:
-            replay._passes = passes
+        replay.passes = passes

@@ -127,8 +127,7 @@ def _hooks_wanted(wanted: bool) -> Iterator[None]:
 
 def _skip() -> Any:
     """The result that makes dynamo run a frame uncompiled from now on."""
-    result = getattr(sys.modules.get("torch._dynamo.types"), "ConvertFrameReturn", None)
-    return None if result is None else result()  # before torch 2.7 it was None
+    return sys.modules["torch._dynamo.types"].ConvertFrameReturn()
 
 
 def _compile_without(frame: _Frame, watches: Iterable[Watching]) -> Any:

@@ -180,9 +180,6 @@ _eval_frame: Any = look_up("torch._C._dynamo.eval_frame", None, _SLOWER)
 def _set_strategy(code: CodeType, itself: str, what_it_calls: str) -> None:
     """Sets how dynamo runs code that is called outside of what it compiles."""
     with contextlib.suppress(AttributeError, TypeError):  # another interface in another version
-        if not hasattr(_eval_frame, "_FrameExecStrategy"):  # before torch 2.7
-            _eval_frame.skip_code(code)
-            return
         actions = _eval_frame._FrameAction
         strategy = _eval_frame._FrameExecStrategy(getattr(actions, itself), getattr(actions, what_it_calls))
         _eval_frame.set_code_exec_strategy(code, strategy)

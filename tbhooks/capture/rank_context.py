@@ -36,31 +36,31 @@ class RankContext:
     """The rank of this process, and the group it merges with."""
 
     rank: int = 0
-    team: RankGroup | None = None
+    rank_group: RankGroup | None = None
     first_step: int = 0
-    wants_team: bool = False
+    wants_rank_group: bool = False
 
     @property
     def is_idle(self) -> bool:
         """Whether another rank writes, and this one has nothing to do."""
-        return self.rank != 0 and self.team is None
+        return self.rank != 0 and self.rank_group is None
 
     @property
-    def is_another(self) -> bool:
+    def rank_has_changed(self) -> bool:
         """Whether the rank has changed since: the process group was initialised after the watch."""
-        return self.team is None and this_rank() != self.rank
+        return self.rank_group is None and this_rank() != self.rank
 
     @property
-    def has_missed_the_others(self) -> bool:
+    def was_made_too_early(self) -> bool:
         """Whether ranks were to be merged, and the process group was initialised after the watch."""
-        return self.wants_team and self.team is None and sharded_tensors.are_several()
+        return self.wants_rank_group and self.rank_group is None and sharded_tensors.are_several()
 
     def shared(self, packed: PackedStep, model: nn.Module | None, report: Report) -> PackedStep:
         """Adds to a packed step the function that merges it with the steps of other ranks, if there are any."""
-        if self.team is None:
+        if self.rank_group is None:
             return packed
         group = self.rank if model is None else sharded_tensors.batch_group(model, self.rank)
-        return replace(packed, group=group, merge=partial(self.team.merge, report=report))
+        return replace(packed, group=group, merge=partial(self.rank_group.merge, report=report))
 
 
 def this_rank() -> int:

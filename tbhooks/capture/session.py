@@ -45,9 +45,8 @@ class CaptureSession:
         context: RankContext, submit: Callable[[PackedStep], None], on_nonfinite: Callable[[int, Replay], None],
         raise_if_asked: Callable[[], None], report: Report,
     ) -> None:  # fmt: skip
-        self._model = weakref.ref(unwrap(model))
-        self._kinds = kinds
-        self._context, self._rank, self._team = context, context.rank, context.team
+        self._model, self._kinds = weakref.ref(unwrap(model)), kinds
+        self._context, self._rank, self._rank_group = context, context.rank, context.rank_group
         self._submit = submit
         self._report = report
         self.raise_if_asked = raise_if_asked
@@ -71,7 +70,7 @@ class CaptureSession:
         self.profiles: list[Profile] = []
         self.logged = 0
         self._evaluation: Evaluation | None = None
-        self._replay = Replay(self._model, self.observer, on_nonfinite, report)
+        self.replay = Replay(self._model, self.observer, on_nonfinite, report)
         self._step = Step(context.first_step)
         self._ended: Step | None = None
         """The step before the open one."""
@@ -94,7 +93,7 @@ class CaptureSession:
         with self._report.guarded("closing"), self.clock.lock:
             self._step_is_over()
             # The other ranks have no interrupted step. Where forwards end steps, the last one is complete.
-            is_merged = self._team is not None and self.clock.mode != "forward"
+            is_merged = self._rank_group is not None and self.clock.mode != "forward"
             if self.observer.seen is not None and self.recorder.calls and not is_merged:
                 self._read_interrupted(is_failing)
                 self._ended, self._step.is_logged = self._step, True
@@ -111,9 +110,7 @@ class CaptureSession:
         self.disconnect()
 
     def _read_interrupted(self, is_failing: bool) -> None:
-        """Reads the rest of an interrupted step. If an optimizer ends the steps, what came after its last step is not a
-        step, and only the user's scalars are kept.
-        """
+        """Completes an interrupted step. What came after an optimizer's last step is no step: only scalars are kept."""
         if self.clock.mode == "optimizer" and self.clock.count and not is_failing:
             self.recorder.keep_scalars_only("train/")
             return
@@ -125,7 +122,7 @@ class CaptureSession:
 
     def disconnect(self) -> None:
         """Removes the hooks on optimizers, the wrappers of GradScaler and the forward hooks on the model itself."""
-        self._replay.stop()
+        self.replay.stop()
         self.scaler.stop()
         self.clock.stop()
         self.forwards.close()
@@ -151,7 +148,7 @@ class CaptureSession:
             return
         with self._report.guarded("submitting a step"), self.clock.lock:
             self._step_is_over()
-            if self.observer.seen is None and self._team is None:
+            if self.observer.seen is None and self._rank_group is None:
                 self._submit_late_scalars()
             self._finish_evaluation()
             if for_good:
@@ -165,7 +162,7 @@ class CaptureSession:
         self.observer.detach()
         self.clock.pause()
         self.forwards.pause()
-        self._replay.stop()
+        self.replay.stop()
         for profile in self.profiles:
             profile.leave_model()
 
@@ -174,7 +171,7 @@ class CaptureSession:
         if not self._pauses:
             self.clock.resume()
             self.forwards.resume()
-            self._replay.start()
+            self.replay.start()
             if self.observer.seen is not None:
                 self.observer.attach()
             elif self.observer.gate.was_compiled:
@@ -197,9 +194,9 @@ class CaptureSession:
 
     def check_gradients(self) -> None:
         """From now on the gradients of every step are checked; `on_nonfinite` is called if they are not finite."""
-        self._replay.enable()
+        self.replay.enable()
         if not self._pauses:
-            self._replay.start()
+            self.replay.start()
 
     def log_means(self, every: int) -> None:
         """From now on the user's scalars are written as running means, every `every` steps."""
@@ -214,8 +211,11 @@ class CaptureSession:
     def log(self, values: dict[str, Tensor | float]) -> None:
         """Logs scalars of the user, to the open step or to the one that has just ended."""
         with self._report.guarded("log"), self.clock.lock, profiler_label("log"):
+            ended = self._step_taking_late_scalars
             for tag, value in values.items():
-                self._scalars.log(tag, value, self._step, self._step_taking_late_scalars)
+                self._scalars.log(tag, value, self._step, ended)
+            if ended is not None and ended.is_logged:
+                self._watch_next_forward()
 
     def step(self, label: int | None) -> None:
         """The user ends the step. If the clock has just ended it, the step only gets the user's label."""
@@ -242,7 +242,7 @@ class CaptureSession:
         self.scaler.before_optimizer(optimizer)
         with without_dispatch_modes():
             self.tripwire.check(optimizer, self.clock.count)
-        self._replay.check(optimizer, self.clock.count)
+        self.replay.check(optimizer, self.clock.count)
         self._scalars.before_optimizer(optimizer, self.clock.count)
         if self.is_logging():
             with without_dispatch_modes(), profiler_label("parameters"):
@@ -317,7 +317,7 @@ class CaptureSession:
         self._no_more_late_scalars()
         self._last_label = label
         self._groups.step_ended()
-        self._replay.step_ended()
+        self.replay.step_ended()
         self._scalars.step_ends(self.clock.count)
         ended = self._ended = self._step
         ended.is_logged = self.observer.seen is not None
@@ -330,7 +330,8 @@ class CaptureSession:
             self._warn_if_blind(label)
             self._end_reading(keep_hooks=self._step.is_logged and not self._pauses)
             self.clock.logged_step_ended()
-            self._watch_next_forward()
+            if self._scalars.is_used:
+                self._watch_next_forward()
             if self._waits_with_its_copy:
                 return
             self._pack(ended)
@@ -355,10 +356,10 @@ class CaptureSession:
 
     def _pack(self, step: Step) -> None:
         """Packs a closed step, or abandons it if it is empty. The recorder is free afterwards in any case."""
-        if self._context.has_missed_the_others:
+        if self._context.was_made_too_early:
             self._report.log_once("ranks are not merged: call init_process_group() before watch()")
         try:
-            if not self._context.is_another and (self.recorder.has_something or self._team is not None):
+            if not self._context.rank_has_changed and (self.recorder.has_something or self._rank_group is not None):
                 step.pack(self._copy(step.label))
                 self.logged += 1
         finally:
@@ -377,12 +378,13 @@ class CaptureSession:
     @property
     def _waits_with_its_copy(self) -> bool:
         """Whether the copy of the step that has ended is delayed, for scalars that may still be logged to it."""
-        return self._scalars.may_come_late and self._team is None and self.clock.mode != "forward" and not self._pauses
+        is_held = self._rank_group is None and self.clock.mode != "forward" and not self._pauses
+        return is_held and self._scalars.may_come_late
 
     @property
     def _other_ranks_wait(self) -> bool:
         """Whether other ranks wait for this step, to merge it. The first logged step may still get a label."""
-        return self._team is not None and (self.clock.mode == "manual" or self.logged > 1)
+        return self._rank_group is not None and (self.clock.mode == "manual" or self.logged > 1)
 
     def _copy(self, label: int) -> PackedStep:
         """Starts the one copy to the host. Late scalars of earlier steps are in it, too."""
@@ -408,8 +410,8 @@ class CaptureSession:
 
     def _is_logged(self, step: int) -> bool:
         """Whether this process records the step. Ranks other than 0 may have nothing to do."""
-        is_over = self._rank != 0 and self._team is not None and self._team.is_over
-        return self.schedule.logs(step) and not is_over and not self._context.is_another
+        is_over = self._rank != 0 and self._rank_group is not None and self._rank_group.is_over
+        return self.schedule.logs(step) and not is_over and not self._context.rank_has_changed
 
     # Scalars of the step that has ended.
 

@@ -56,7 +56,7 @@ def projection_of(module: nn.Module) -> str | None:
     """The name of the layer that an attention gives its heads to, side by side; torch's own never calls it."""
     if isinstance(module, nn.MultiheadAttention):
         return None
-    return next((name for name in _PROJECTIONS if module._modules.get(name) is not None), None)
+    return next((name for name in _PROJECTIONS if isinstance(getattr(module, name, None), nn.Module)), None)
 
 
 def by_head(tensor: Tensor, heads: int, *, side_by_side: bool) -> Tensor | None:

@@ -97,7 +97,8 @@ def described(model: nn.Module, seen: Mapping[str, _Outputs], samples: int) -> L
     counted: dict[int, str] = {}
     layers: dict[str, Layer] = {}
     for path, module in modules.items():
-        own = {name: p for name, p in module._parameters.items() if p is not None and not is_lazy(p)}
+        parameters = module._parameters
+        own = {name: p for name, p in parameters.items() if p is not None and not is_lazy(p)}
         if own or _has_no_parts(module):
             layers[path] = _layer(path, module, own, counted, seen.get(path, _Outputs()))
     order = [path for path in seen if path in layers] + [path for path in layers if path not in seen]

@@ -254,3 +254,38 @@ def _flush(sink: Sink) -> None:
 
 def _close(sink: Sink) -> None:
     sink.close()
+
+
+class Follower(Protocol):
+    """Something that gets every frame while the watch runs."""
+
+    def frame(self, frame: Frame) -> None: ...
+
+    def closed(self) -> None:
+        """Called once, after the last frame."""
+
+
+class FollowerSink:
+    """Passes frames to a follower, as a sink of the worker. Measures the time that the follower takes."""
+
+    def __init__(self, follower: Follower, report: Report) -> None:
+        self._follower = follower
+        self._report = report
+
+    def write(self, frame: Frame) -> None:
+        self._call(lambda: self._follower.frame(frame))
+
+    def flush(self) -> None:
+        """Does nothing: a follower stores nothing."""
+
+    def close(self) -> None:
+        self._call(self._follower.closed)
+
+    def _call(self, function: Callable[[], None]) -> None:
+        started = time.perf_counter()
+        try:
+            function()
+        except Exception as problem:  # raised further, the step would count as not written
+            self._report.error(type(self._follower).__name__, problem)
+        finally:
+            self._report.seconds_views += time.perf_counter() - started

@@ -61,10 +61,10 @@ def join(description: handshake.Description, first_step: int) -> RankContext:
     if not (distributed.is_available() and distributed.is_initialized()):
         if rank_and_world()[1] > 1:
             raise ArgumentError('ranks="merge" needs the process group: call init_process_group() before watch()')
-        return RankContext(first_step=first_step, wants_team=True)
+        return RankContext(first_step=first_step, wants_rank_group=True)
     rank, world = distributed.get_rank(), distributed.get_world_size()
     if world == 1:
-        return RankContext(first_step=first_step, wants_team=True)
+        return RankContext(first_step=first_step, wants_rank_group=True)
     agreed = _shake_hands(description, rank, world, first_step)
     timeout = min(COLLECTIVE_TIMEOUT, _job_timeout())
     group = distributed.new_group(backend="gloo", timeout=timeout)
@@ -74,8 +74,8 @@ def join(description: handshake.Description, first_step: int) -> RankContext:
 def _job_timeout() -> timedelta:
     """The time limit of the job's own collectives."""
     with suppress(Exception):  # not every backend has one
-        group = distributed.distributed_c10d._get_default_group()
-        limit = group._get_backend(torch.device("cpu")).options._timeout
+        group = distributed.distributed_c10d._get_default_group()  # noqa: SLF001  torch has no public way to the limit
+        limit = group._get_backend(torch.device("cpu")).options._timeout  # noqa: SLF001
         if isinstance(limit, timedelta):
             return limit
     return COLLECTIVE_TIMEOUT
@@ -83,7 +83,7 @@ def _job_timeout() -> timedelta:
 
 def _shake_hands(description: handshake.Description, rank: int, world: int, first_step: int) -> dict[str, Any]:
     """Compares the ranks through the job's store. A collective would hang if a rank is missing; this names it."""
-    store = distributed.distributed_c10d._get_default_store()
+    store = distributed.distributed_c10d._get_default_store()  # noqa: SLF001  torch has no public way to the store
     # The store counts the calls of watch() by each rank, also of one that was restarted.
     prefix = f"tbhooks/{store.add(f'tbhooks/met/{rank}', 1)}"
     limit = min(HANDSHAKE_TIMEOUT, _job_timeout())

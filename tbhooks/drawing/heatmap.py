@@ -1,7 +1,7 @@
-"""Matrices as pictures in a page: colours, PNGs made by hand, and the SVG around them with names and a legend.
+"""Heat maps for HTML pages: a matrix as PNG, and an SVG around it with names, an axis and a legend.
 
-The scale is viridis, which reads the same with any colour vision and in print; what is not finite has a
-colour that is not on it, and is said in words as well. Strings out; no file is opened here.
+The colour map is viridis, which is readable with any colour vision and in print. Values that are not finite have a
+colour that is not part of it, and are explained in the legend. Returns strings and opens no file.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PALETTE = _palette()
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How numbers become colours: between the two ends, straight or by logarithm."""
+    """How values become colours: the values at the ends, on a linear or logarithmic scale."""
 
     low: float
     high: float
@@ -62,25 +62,25 @@ class Scale:
         return f"{number(self.low)} to {number(self.high)}" + (", logarithmic" if self.logarithmic else "")
 
     def levels(self, values: Floats) -> Bytes:
-        """The palette's number for each value; infinite ones and zeros on a logarithm go to the ends."""
+        """The palette index of each value. Infinities, and zeros on a logarithmic scale, are clipped to the ends."""
         with np.errstate(all="ignore"):
-            shown = np.log(np.maximum(values, self.low)) if self.logarithmic else values
+            scaled = np.log(np.maximum(values, self.low)) if self.logarithmic else values
             ends = np.log([self.low, self.high]) if self.logarithmic else np.array([self.low, self.high])
             span = ends[1] - ends[0]
-            share = (shown - ends[0]) / span if span > 0 else np.full(values.shape, 0.5) + 0 * values
+            share = (scaled - ends[0]) / span if span > 0 else np.full(values.shape, 0.5) + 0 * values
             level = np.clip(np.nan_to_num(share, nan=0.0, posinf=1.0, neginf=0.0), 0, 1) * (LEVELS - 1)
         return np.where(np.isnan(values), _ABSENT, np.round(level)).astype(np.uint8)
 
 
 def picture(values: Floats, wrong: NDArray[np.bool_], scale: Scale) -> str:
-    """A matrix as a data URI, a pixel a number."""
+    """A matrix as the data URI of a PNG, one pixel per value. `wrong` marks values that are not finite."""
     levels = scale.levels(values)
     levels[wrong] = WRONG
     return "data:image/png;base64," + base64.b64encode(png(levels)).decode()
 
 
 def png(levels: Bytes) -> bytes:
-    """An image of palette numbers; what is absent is see-through."""
+    """A PNG from palette indices. Missing values are transparent."""
     height, width = levels.shape
     rows = np.zeros((height, width + 1), dtype=np.uint8)
     rows[:, 1:] = levels
@@ -94,7 +94,7 @@ def png(levels: Bytes) -> bytes:
 
 
 def chunk(name: bytes, content: bytes) -> bytes:
-    """A part of a PNG file."""
+    """A chunk of a PNG file."""
     return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
 
 
@@ -113,12 +113,12 @@ TALLEST_ROW, TALLEST_MAP, LABEL_EVERY, LONGEST_LABEL = 16, 1000, 12, 34
 
 
 def row_height(rows: int) -> int:
-    """As tall as reads well, lower where there are many."""
+    """The height of a row in pixels, smaller if there are many."""
     return min(max(TALLEST_MAP // max(rows, 1), 1), TALLEST_ROW)
 
 
 def svg(label: str, image: str, names: Sequence[str], hints: Sequence[str], steps: Sequence[int], row: int) -> str:
-    """A heat map: names to the left, steps below, a hint on each row where there are any."""
+    """A heat map with names on the left and steps below it. `hints` are tooltips of the rows."""
     height = row * len(names)
     box = f"0 -{TOP} {NAME_WIDTH + PLOT_WIDTH + SIDE} {TOP + height + AXIS_HEIGHT}"
     size = f'width="{PLOT_WIDTH}" height="{height}" preserveAspectRatio="none"'
@@ -144,22 +144,18 @@ def _hint_on(hint: str, top: int, height: int) -> str:
 
 
 def _axis(steps: Sequence[int], height: int) -> str:
-    """Up to seven steps, each under the column it belongs to."""
+    """Up to seven steps, each below its column."""
     n = len(steps)
     chosen = sorted({round(i * (n - 1) / 6) for i in range(7)}) if n > 1 else [0]
-    words = []
-    for place, i in enumerate(chosen):
-        x = NAME_WIDTH + PLOT_WIDTH * (i + 0.5) / n
-        words.append(f'<text x="{x:.1f}" y="{height + 15}" text-anchor="middle">{_step(steps[i], place)}</text>')
-    return "".join(words)
-
-
-def _step(step: int, place: int) -> str:
-    return f"step {step}" if place == 0 else str(step)
+    labels: list[str] = []
+    for i in chosen:
+        x, label = NAME_WIDTH + PLOT_WIDTH * (i + 0.5) / n, steps[i] if labels else f"step {steps[i]}"
+        labels.append(f'<text x="{x:.1f}" y="{height + 15}" text-anchor="middle">{label}</text>')
+    return "".join(labels)
 
 
 def legend(scale: Scale, *, wrong: bool) -> str:
-    """The scale's ends in numbers and its colours between them."""
+    """The values at the ends of the scale, and its colours between them."""
     ramp = np.arange(LEVELS, dtype=np.uint8)[None, ::4]
     bar = "data:image/png;base64," + base64.b64encode(png(ramp)).decode()
     colour = "#{:02x}{:02x}{:02x}".format(*NOT_FINITE)

@@ -1,4 +1,4 @@
-"""Frames as text a person reads. Numbers in, strings out; nothing is printed here."""
+"""Frames and numbers as text. Returns strings and prints nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tbhooks.data.frame import Frame
 from tbhooks.data.peek_result import Output, Peeked
 from tbhooks.data.stats import LOWER, MIDDLE, UPPER, Counts, Floats
 
-# One column for each number people ask for first: heading, kind, stat.
+# The columns of the tables: heading, kind, statistic.
 _MODULE_COLUMNS = (
     ("act mean", "activation", "mean"),
     ("act std", "activation", "std"),
@@ -26,7 +26,7 @@ _PARAMETER_COLUMNS = (
 
 
 def table(frame: Frame) -> str:
-    """Modules in execution order, then parameters, each with the few numbers that tell most."""
+    """Two tables: modules in execution order, and parameters, with their main statistics."""
     modules = names_of(frame, ("activation", "gradient"))
     parameters = names_of(frame, ("weight", "weight_gradient", "update"))
     parts = [f"step {frame.step}"]
@@ -38,17 +38,17 @@ def table(frame: Frame) -> str:
 
 
 def outputs_of(frame: Frame) -> Mapping[str, Output]:
-    """What the outputs of modules were, where the frame knows it."""
+    """The outputs of modules, which only frames of `peek` have."""
     return frame.outputs if isinstance(frame, Peeked) else {}
 
 
 def shape(sizes: tuple[int, ...]) -> str:
-    """`8x16x4`, or in words that there is but one number."""
+    """A shape as `8x16x4`, or "one number" for a scalar."""
     return "x".join(map(str, sizes)) or "one number"
 
 
 def names_of(frame: Frame, kinds: Sequence[str]) -> list[str]:
-    """Every place that has one of the kinds, in the order of the first kind."""
+    """The names of all sites with one of these kinds, in the order of the first kind."""
     return list(dict.fromkeys(site.name for kind in kinds for site in frame.sites if site.kind == kind))
 
 
@@ -87,7 +87,7 @@ BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
 def sparkline(frame: Frame, name: str, kind: str, width: int = 24) -> str:
-    """The distribution between the exact minimum and maximum, as a row of small bars."""
+    """The histogram between the minimum and the maximum as a line of bars."""
     if (name, kind) not in frame or not frame.buckets.shape[1]:
         return ""
     reading = frame[name, kind]
@@ -101,16 +101,16 @@ def sparkline(frame: Frame, name: str, kind: str, width: int = 24) -> str:
 
 
 def rebinned(counts: Counts, low: float, high: float, width: int) -> Floats:
-    """Bucket counts spread over equal bins between the least and the greatest value there is."""
+    """Bucket counts as counts in bins of equal width between the minimum and the maximum."""
     return np.diff(cumulated(counts, low, high, np.linspace(low, high, width + 1)))
 
 
-def cumulated(counts: Counts, low: float, high: float, places: Floats) -> Floats:
-    """How many elements are below each place; evenly spread within a bucket, which ends at the least or greatest."""
+def cumulated(counts: Counts, low: float, high: float, points: Floats) -> Floats:
+    """The number of elements below each point, if they are spread evenly in their bucket, from the minimum on."""
     ends = np.clip(np.append(LOWER, UPPER[-1]), low, high)
-    below = np.interp(places, ends, np.concatenate([[0], np.cumsum(counts)]))
-    # A bucket may be one point, and stands at an end then: all of it is beyond the least, and below the greatest.
-    return np.where(places <= low, 0.0, np.where(places >= high, counts.sum(), below))
+    below = np.interp(points, ends, np.concatenate([[0], np.cumsum(counts)]))
+    # Clipping can make a bucket a single point, at the minimum or the maximum, where interp is ambiguous.
+    return np.where(points <= low, 0.0, np.where(points >= high, counts.sum(), below))
 
 
 def bucket_label(bucket: int) -> str:
@@ -120,7 +120,7 @@ def bucket_label(bucket: int) -> str:
 
 
 def trend(values: Floats, wrong: NDArray[np.bool_], width: int) -> str:
-    """Numbers over the steps as small bars, `!` where one is not finite; a logarithmic scale where they are spread."""
+    """Values over steps as a line of bars, with `!` for values that are not finite. Logarithmic for wide ranges."""
     if width < 1 or not len(values):
         return ""
     chunks = np.array_split(np.arange(len(values)), min(width, len(values)))
@@ -144,14 +144,14 @@ WIDE = 100.0
 
 
 def is_wide(values: Floats) -> bool:
-    """Whether positive numbers span so much that only a logarithm shows them all."""
+    """Whether the values are positive and span so wide a range that they need a logarithmic scale."""
     known = values[np.isfinite(values)]
     positive = known[known > 0]
     return bool(len(positive)) and bool((known >= 0).all()) and positive.max() / positive.min() > WIDE
 
 
 def scaled(values: Floats) -> Floats:
-    """Between 0 and 1."""
+    """Values scaled to the range from 0 to 1, logarithmically if the range is wide."""
     if is_wide(values):
         with np.errstate(divide="ignore"):
             values = np.log(values)
@@ -165,11 +165,11 @@ def scaled(values: Floats) -> Floats:
 
 
 def printable(text: str) -> str:
-    """A name as it may go to a terminal: what would move its cursor or its colours is spelt out."""
+    """A name for a terminal: control characters, which could move the cursor or change colours, are escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def number(value: float, stat: str = "", bad: int = 0) -> str:
-    """Three digits; a share in percent; how many were not finite in words."""
+    """A number with three digits, a fraction in percent, and how many values are not finite."""
     mark = f" ({bad} NaN/Inf)" if bad else ""
     return (f"{value:.0%}" if stat == "zero_fraction" and np.isfinite(value) else f"{value:.3g}") + mark

@@ -16,6 +16,8 @@ from typing import Any, BinaryIO
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from tensorboard.summary.writer import record_writer
 
+from tbhooks.sinks.tensorboard.event_writer import agrees_with, masked_crc32c
+
 ReportProblem = Callable[[str], None]
 Progress = Callable[[int, int], None]
 """Called with the number of bytes read so far and the total."""
@@ -81,17 +83,8 @@ def _records(file: BinaryIO, size: int, report: ReportProblem, progress: Progres
 
 @lru_cache(maxsize=1)
 def _checksum() -> Callable[[bytes], int]:
-    try:
-        import google_crc32c  # noqa: PLC0415  optional: only faster
-    except ImportError:
-        stock: Callable[[bytes], int] = record_writer.masked_crc32c
-        return stock
-
-    def masked(data: bytes) -> int:
-        crc: int = google_crc32c.value(data)
-        return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
-
-    return masked
+    stock: Callable[[bytes], int] = record_writer.masked_crc32c
+    return masked_crc32c if agrees_with(stock) else stock
 
 
 def event_of_bytes() -> Any:

@@ -18,6 +18,7 @@ from tbhooks.data.frame import INSIDE_ATTENTION
 from tbhooks.data.grids import is_of_site
 from tbhooks.data.stats import STAT_NAMES, Floats
 from tbhooks.runs.event_records import summary_of_bytes
+from tbhooks.sinks.tensorboard.protobuf import varint
 
 LONGEST_TAG = 1 << 16
 _VALUE = 0x0A  # how a value starts in a summary, and a tag in a value
@@ -46,7 +47,7 @@ class _Template:
     """
 
     def __init__(self, scalars: list[bytes], numbers: list[int], wanted: list[int]) -> None:
-        lengths = [_varint(len(value)) for value in scalars]
+        lengths = [varint(len(value)) for value in scalars]
         text = b"".join([bytes([_VALUE]) + length + value for length, value in zip(lengths, scalars, strict=True)])
         sizes = [1 + len(length) + len(value) for length, value in zip(lengths, scalars, strict=True)]
         self._ends = np.cumsum(sizes)
@@ -193,14 +194,6 @@ class ScalarLog:
 def _number(raw: bytes) -> float:
     number: float = struct.unpack("<f", raw)[0]
     return number
-
-
-def _varint(number: int) -> bytes:
-    encoded = bytearray()
-    while number >= 0x80:
-        encoded.append(number & 0x7F | 0x80)
-        number >>= 7
-    return bytes([*encoded, number])
 
 
 def _without_histograms(summary: bytes) -> Iterator[bytes]:

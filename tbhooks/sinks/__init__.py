@@ -1,4 +1,7 @@
-"""Where frames go: one file a destination. A sink is anything with `write`, `flush` and `close`."""
+"""Sinks: where frames are written, with one file per destination.
+
+A sink is any object with `write(frame)`, `flush()` and `close()`; pass it to `watch` as the writer.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,10 @@ from tbhooks.data.frame import Frame
 
 @runtime_checkable
 class Sink(Protocol):
-    """Takes frames, one call at a time, all from the pump's thread."""
+    """Receives frames, one call at a time, from the background thread.
+
+    An exception is logged and counted in `Watch.stats`, and the frame is lost for this sink; training is not affected.
+    """
 
     def write(self, frame: Frame) -> None:
         """Stores a frame."""
@@ -18,12 +24,12 @@ class Sink(Protocol):
         """Makes everything written so far durable."""
 
     def close(self) -> None:
-        """Releases what the sink holds; nothing is written afterwards."""
+        """Releases all resources. No method is called afterwards."""
 
 
 @runtime_checkable
 class HasSteps(Protocol):
-    """A sink that can tell how far whoever wrote there before has come."""
+    """A sink that knows the last step written to its destination."""
 
     def last_step(self) -> int | None:
-        """The last step written, by an earlier process too; None if there is none."""
+        """The last step written, also by an earlier process; None if there is none."""

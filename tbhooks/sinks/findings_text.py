@@ -1,4 +1,4 @@
-"""Findings as a text that grows, for tools that keep one text of a run: each rule and place once."""
+"""Findings as one growing text, for trackers that keep a text per run."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ from collections.abc import Sequence
 from tbhooks.data.frame import Finding, Site
 
 
-class Told:
-    """What has been found so far, a line a finding."""
+class FindingsText:
+    """One line per rule and site: its first finding."""
 
     def __init__(self) -> None:
         self._lines: dict[tuple[str, Site | None], str] = {}
 
-    @property
-    def text(self) -> str:
+    def __str__(self) -> str:
         return "\n".join(self._lines.values())
 
-    def hears(self, findings: Sequence[Finding]) -> bool:
-        """Whether any of these is new."""
+    def add(self, findings: Sequence[Finding]) -> bool:
+        """Adds findings; returns whether any of them is new."""
         known = len(self._lines)
         for finding in findings:
             line = f"{finding.severity}, step {finding.step}: {finding.message}"

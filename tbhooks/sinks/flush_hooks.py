@@ -1,4 +1,4 @@
-"""What the user closes before the watch is: everything that has been logged goes there first."""
+"""Calls a function before the user flushes or closes a writer, so that all logged steps get there first."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from typing import Any
 
 from tbhooks.data.patching import wrap_attribute
 
-# What to call before something is flushed or closed; several watches may share it.
-_drains: weakref.WeakKeyDictionary[Any, list[Callable[[], None]]] = weakref.WeakKeyDictionary()
-_undo: weakref.WeakKeyDictionary[Any, list[Callable[[], None]]] = weakref.WeakKeyDictionary()
+# The functions to call before the methods of a writer; several watches may share a writer.
+_callbacks: weakref.WeakKeyDictionary[Any, list[Callable[[], None]]] = weakref.WeakKeyDictionary()
+_unwrap: weakref.WeakKeyDictionary[Any, list[Callable[[], None]]] = weakref.WeakKeyDictionary()
 
 
-def drain_first(writer: Any, drain: Callable[[], None], before: tuple[str, ...]) -> Callable[[], None]:
-    """Has `drain` called before these methods of a writer; returns what undoes it."""
-    drains = _drains.setdefault(writer, [])
-    if not drains:
-        _undo[writer] = [wrap_attribute(writer, name, _draining(weakref.ref(writer))) for name in before]
-    drains.append(drain)
+def call_before(writer: Any, methods: tuple[str, ...], callback: Callable[[], None]) -> Callable[[], None]:
+    """Wraps these methods of a writer so that they first call `callback`; returns a function that undoes it."""
+    callbacks = _callbacks.setdefault(writer, [])
+    if not callbacks:
+        _unwrap[writer] = [wrap_attribute(writer, name, _calling_first(weakref.ref(writer))) for name in methods]
+    callbacks.append(callback)
 
     def undo() -> None:
-        drains.remove(drain)
-        if not drains:
-            for put_back in _undo.pop(writer):
-                put_back()
+        callbacks.remove(callback)
+        if not callbacks:
+            for unwrap in _unwrap.pop(writer):
+                unwrap()
 
     return undo
 
 
-def _draining(writer: weakref.ref[Any]) -> Callable[..., Any]:
-    def around(wrapped: Callable[..., Any], _instance: Any, args: Any, kwargs: Any) -> Any:
-        for drain in list(_drains.get(writer(), ())):
-            drain()
+def _calling_first(writer: weakref.ref[Any]) -> Callable[..., Any]:
+    def wrapper(wrapped: Callable[..., Any], _instance: Any, args: Any, kwargs: Any) -> Any:
+        for callback in list(_callbacks.get(writer(), ())):
+            callback()
         return wrapped(*args, **kwargs)
 
-    return around
+    return wrapper

@@ -1,6 +1,6 @@
-"""One frame a line of JSON, for tools that are not TensorBoard; `read` gives the frames back unchanged.
+"""Frames as JSON Lines, one frame per line, for other tools; `read` returns the frames unchanged.
 
-NaN and infinities are written as the strings "nan", "inf" and "-inf": JSON itself has no word for them.
+NaN and infinities are written as the strings "nan", "inf" and "-inf", which JSON does not have.
 """
 
 from __future__ import annotations
@@ -18,74 +18,83 @@ from tbhooks.data.jsonable import parse_number, to_jsonable
 
 
 class JsonlSink:
-    """Appends frames to a file, which is made with its directory if need be.
+    """Appends frames to a file, which is created with its directory if necessary.
 
-    Each frame is handed to the operating system when it is written. One that does not fit on the disk leaves nothing
-    behind, and later ones go on where it would have stood.
+    Each frame is passed to the operating system when it is written. A frame that does not fit on the disk leaves no
+    partial line behind.
+
+    Args:
+        path: the file, by convention with the suffix `.jsonl`.
+
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self._place = self.path.absolute()  # a later chdir must not send it elsewhere
-        self._place.parent.mkdir(parents=True, exist_ok=True)
-        _drop_cut_line(self._place)
+        self._path = self.path.absolute()  # the working directory may change
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        _drop_incomplete_line(self._path)
         self._file: io.FileIO = self._open()
         self._is_torn = False
-        """Whether part of a line is in the file that could not be taken back."""
+        """Whether the file ends with part of a line that could not be removed."""
 
     def write(self, frame: Frame) -> None:
         if not frame.has_numbers:
             return
         line = json.dumps(to_jsonable(frame.to_dict()), allow_nan=False, separators=(",", ":")).encode() + b"\n"
-        self._notice_deletion()
+        self._reopen_if_deleted()
         data, done = b"\n" + line if self._is_torn else line, 0
         size = os.fstat(self._file.fileno()).st_size
         try:
-            while done < len(data):  # once, where the system takes it all
+            while done < len(data):  # usually once
                 done += self._file.write(data[done:]) or 0
             self._is_torn = False
         except OSError:
-            if done and not self._take_back(size):
+            if done and not self._truncate(size):
                 self._is_torn = data[done - 1 : done] != b"\n"
             raise
 
     def last_step(self) -> int | None:
-        return max((frame.step for frame in read(self._place)), default=None)
+        return max((frame.step for frame in read(self._path)), default=None)
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Nothing to do: writes are not buffered."""
 
     def close(self) -> None:
         self._file.close()
 
     def _open(self) -> io.FileIO:
-        return self._place.open("ab", buffering=0)
+        return self._path.open("ab", buffering=0)
 
-    def _notice_deletion(self) -> None:
-        """What is written to a file that has no name any more is lost."""
+    def _reopen_if_deleted(self) -> None:
+        """Data written to a deleted file would be lost."""
         if os.fstat(self._file.fileno()).st_nlink:
             return
         try:
-            fresh = self._open()
+            reopened = self._open()
         except OSError as problem:
             raise FileNotFoundError(
-                f"{self._place} was deleted with its directory while it was being written: frames are lost until the "
-                "directory is there again"
+                f"{self._path} was deleted with its directory while it was being written: frames are lost until the "
+                "directory exists again"
             ) from problem
         self._file.close()
-        self._file, self._is_torn = fresh, False
+        self._file, self._is_torn = reopened, False
 
-    def _take_back(self, size: int) -> bool:
-        """Cuts off what there is of a line that failed, so that the next one is not glued to it; whether it could."""
+    def _truncate(self, size: int) -> bool:
+        """Removes an incomplete line; returns whether that was possible."""
         try:
             self._file.truncate(size)
-        except OSError:  # a pipe, or a file that may only grow
+        except OSError:  # a pipe, or an append-only file
             return False
         return True
 
 
 def read(path: str | Path) -> Iterator[Frame]:
-    """The frames of a file, oldest first. Lines cut short by a crash or a full disk are left out."""
+    """The frames of a file, oldest first. Lines cut short by a crash or a full disk are skipped.
+
+    Raises:
+        TbhooksError: for a line that is not a frame.
+
+    """
     with Path(path).open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
@@ -93,7 +102,7 @@ def read(path: str | Path) -> Iterator[Frame]:
             try:
                 data = json.loads(line)
             except ValueError as problem:
-                if _begins_as_a_frame(line):
+                if _is_cut_frame(line):
                     continue
                 raise TbhooksError(f"{path}, line {number}, is not a tbhooks frame: {problem!r}") from problem
             try:
@@ -102,13 +111,13 @@ def read(path: str | Path) -> Iterator[Frame]:
                 raise TbhooksError(f"{path}, line {number}, is not a tbhooks frame: {problem!r}") from problem
 
 
-def _begins_as_a_frame(line: bytes) -> bool:
+def _is_cut_frame(line: bytes) -> bool:
     start = line.removesuffix(b"\n")[: len(_START)]
     return bool(start) and _START.startswith(start)
 
 
-def _drop_cut_line(path: Path) -> None:
-    """What a crash left of its last line can never be read; the next frame must not be glued to it."""
+def _drop_incomplete_line(path: Path) -> None:
+    """Removes the incomplete last line that a crash has left, so that the next frame starts on its own line."""
     if not path.is_file():
         return
     with path.open("rb+") as file:
@@ -126,11 +135,11 @@ def _drop_cut_line(path: Path) -> None:
 
 _CHUNK = 1 << 16
 _START = b'{"step":'
-"""How every line begins."""
+"""The start of every line."""
 
 
 def _numbers(data: Any) -> Any:
-    """Only where numbers stand: a module may well be called "inf"."""
+    """Parses the numbers, and nothing else: a module may be called "inf"."""
     data["values"] = [[parse_number(x) for x in row] for row in data["values"]]
     data["scalars"] = {tag: parse_number(x) for tag, x in data["scalars"].items()}
     for finding in data["findings"]:

@@ -1,4 +1,4 @@
-"""Keeps frames in memory: for tests and notebooks."""
+"""Sinks without files: frames in memory, and frames passed to a function."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ from tbhooks.data.frame import Frame
 
 
 class MemorySink:
-    """The last `limit` frames, or all of them; `sink.frames[-1]` is the newest."""
+    """Keeps frames in memory, for tests and notebooks; `sink.frames[-1]` is the newest.
+
+    Args:
+        limit: how many frames are kept; None for all.
+
+    """
 
     def __init__(self, limit: int | None = None) -> None:
         if limit is not None and (not isinstance(limit, int) or limit < 1):
@@ -31,14 +36,14 @@ class MemorySink:
         self._frames.append(frame)
 
     def flush(self) -> None:
-        """Nothing to do: memory is where frames stay."""
+        """Nothing to do."""
 
     def close(self) -> None:
         """The frames stay readable."""
 
 
 class FunctionSink:
-    """Calls a function with each frame."""
+    """Calls a function with each frame, on the background thread."""
 
     def __init__(self, function: Callable[[Frame], object]) -> None:
         self._function = function
@@ -47,7 +52,7 @@ class FunctionSink:
         self._function(frame)
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Nothing to do."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to do."""

@@ -1,6 +1,6 @@
-"""Histograms in bins of one width, for tools that draw a bar a bin and know nothing of widths.
+"""Histograms with bins of equal width, for trackers that draw one bar per bin regardless of its width.
 
-What a bucket holds is spread evenly over it. Counts stay whole numbers and their sum what it was.
+The count of a bucket is spread evenly over its range. Counts stay integers, and their sum does not change.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ BINS = 64
 
 
 def histograms_of(frame: Frame) -> Iterator[tuple[str, Counts, Floats]]:
-    """Of a step that took any: tag, counts and edges; a site with nothing finite has none."""
+    """Tag, counts and edges of each histogram of a frame; sites without finite values have none."""
     if frame.buckets.shape[1]:
         drawn = stats.finite(frame.values) > 0
         for site, row, counts, has_some in zip(frame.sites, frame.values, frame.buckets, drawn, strict=True):
@@ -27,7 +27,7 @@ def histograms_of(frame: Frame) -> Iterator[tuple[str, Counts, Floats]]:
 
 
 def rebinned(counts: Counts, low: float, high: float, bins: int = BINS) -> tuple[Counts, Floats]:
-    """Bucket counts of numbers from `low` to `high` in bins of one width."""
+    """The counts in bins of equal width from `low` to `high`, and their edges."""
     used = np.flatnonzero(counts)
     first, last = used[0], used[-1]
     known = np.append(stats.LOWER[first : last + 1], high)
@@ -40,9 +40,9 @@ def rebinned(counts: Counts, low: float, high: float, bins: int = BINS) -> tuple
 
 
 def _edges(low: float, high: float, bins: int) -> Floats:
-    """As NumPy has them: where all numbers are one, a range around it."""
+    """As in NumPy, a range around the value if all values are equal."""
     if low == high:
         room = max(0.5, abs(low) * 2.0**-20)
         low, high = low - room, high + room
     share = np.arange(bins + 1) / bins
-    return low * (1.0 - share) + high * share  # high - low may be more than a number can be
+    return low * (1.0 - share) + high * share  # high - low may overflow

@@ -336,10 +336,10 @@ def test_zeros_nan_and_inf_are_told_in_words_and_have_bars_of_their_own(page: An
     assert len(page.query_selector_all(".detail-bad-bar")) == 2
     names = page.locator(".detail-distribution text.detail-bad").all_text_contents()
     assert names == ["NaN", "Inf"]
-    for column, told in ((-1, "10 (1%)"), (-2, "30 (3%)")):
+    for column, tooltip in ((-1, "10 (1%)"), (-2, "30 (3%)")):
         box = page.query_selector_all(".detail-bad-bar")[column].bounding_box()
         page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 5)
-        assert told in page.locator(".detail-distribution .detail-tooltip").inner_text()
+        assert tooltip in page.locator(".detail-distribution .detail-tooltip").inner_text()
 
 
 def test_the_bucket_of_zero_tells_how_many_are_in_it(page: Any) -> None:
@@ -354,8 +354,8 @@ def test_the_bucket_of_zero_tells_how_many_are_in_it(page: Any) -> None:
 def test_the_tooltip_counts_what_numpy_counts(page: Any) -> None:
     x = usual(page)
     counts = np.histogram(x, EDGES)[0]
-    told = [hover(page, "distribution", (b[0] + b[1]) / 2, 100) for b in bars(page)]
-    found = [int(number(re.search(r"([\d,]+) \(", text).group(1))) for text in told]  # type: ignore[union-attr]
+    tooltip = [hover(page, "distribution", (b[0] + b[1]) / 2, 100) for b in bars(page)]
+    found = [int(number(re.search(r"([\d,]+) \(", text).group(1))) for text in tooltip]  # type: ignore[union-attr]
     assert found == counts[counts > 0].tolist()
 
 
@@ -458,8 +458,8 @@ def test_clicking_a_ridge_picks_its_step(page: Any) -> None:
 
 def test_bands_tell_the_quantiles_numpy_finds(page: Any) -> None:
     x = usual(page)
-    told = hover(page, "bands", step_pixel(page, "bands"), 60)
-    found = dict(re.findall(r"(max|p99|p75|median|p25|p01|min)\s+(\S+)", told))
+    tooltip = hover(page, "bands", step_pixel(page, "bands"), 60)
+    found = dict(re.findall(r"(max|p99|p75|median|p25|p01|min)\s+(\S+)", tooltip))
     expected = dict(zip(NAMES, np.quantile(x, [0.01, 0.25, 0.5, 0.75, 0.99]), strict=True)) | {
         "max": x.max(),
         "min": x.min(),
@@ -608,8 +608,8 @@ def test_modules_of_different_size_are_compared_by_share(page: Any) -> None:
         page.locator(".detail-distribution .detail-axis-title").text_content()
         == "share of elements in each half-octave bucket"
     )
-    told = hover(page, "distribution", 330, 100)
-    assert all(name in told for name in tensors)
+    tooltip = hover(page, "distribution", 330, 100)
+    assert all(name in tooltip for name in tensors)
     small = normal(size=300)
     large = np.repeat(small, 7)
     answer(
@@ -638,9 +638,9 @@ def test_any_stat_can_be_compared_on_both_scales(page: Any) -> None:
     assert page.locator(".detail-lines h3").inner_text() == "abs_max over steps"
     for mode in ("linear", "log"):
         choose(page, "lines", "scale", mode)
-        told = hover(page, "lines", step_pixel(page, "lines"), 60)
+        tooltip = hover(page, "lines", step_pixel(page, "lines"), 60)
         for name, x in tensors.items():
-            found = re.search(rf"\b{name}\s+(\S+)", told)
+            found = re.search(rf"\b{name}\s+(\S+)", tooltip)
             assert found
             assert number(found.group(1)) == pytest.approx(2 * np.abs(x).max(), rel=6e-3)
     assert page.locator(".detail-lines tspan.detail-raised").count() > 0
@@ -736,10 +736,10 @@ def test_clear_empties_the_place_and_show_fills_it_again(page: Any) -> None:
 
 def test_every_chart_has_its_main_numbers_as_text(page: Any) -> None:
     x = usual(page)
-    told = label(page, "distribution")
-    assert f"{x.size:,} elements" in told
-    assert "0% zeros, no NaN, no Inf" in told
-    assert [float(n) for n in re.search(r"from \u2212([\d.]+) to ([\d.]+)", told).groups()] == pytest.approx(  # type: ignore[union-attr]
+    tooltip = label(page, "distribution")
+    assert f"{x.size:,} elements" in tooltip
+    assert "0% zeros, no NaN, no Inf" in tooltip
+    assert [float(n) for n in re.search(r"from \u2212([\d.]+) to ([\d.]+)", tooltip).groups()] == pytest.approx(  # type: ignore[union-attr]
         [-x.min(), x.max()], rel=6e-3
     )
     assert "5 steps from 0 to 200" in label(page, "bands")

@@ -41,8 +41,8 @@ def test_kinds_of_single_channels_are_called_so(page: Any) -> None:
     words = '["weight_gradient", "eval.activation", "channel.activation"].map(m.kindWords)'
     wanted = ["weight gradient", "activation (evaluation)", "activation by channel"]
     assert run(page, "runs.js", words) == wanted
-    told = run(page, "detail-cells.js", 'm.kindOf("channel.weight")')
-    assert told == {"base": "weight", "words": "weights by channel", "headline": "norm"}
+    answer = run(page, "detail-cells.js", 'm.kindOf("channel.weight")')
+    assert answer == {"base": "weight", "words": "weights by channel", "headline": "norm"}
 
 
 # --- tree.js ---
@@ -146,10 +146,10 @@ def test_the_median_of_a_group_is_that_of_what_was_seen(page: Any) -> None:
     data[:, 5] = np.nan
     expression = "m.medianRow(rows.map((row) => ({ values: Float32Array.from(row, (v) => v ?? NaN), bad: null })), 7)"
     rows = [[None if math.isnan(v) else float(v) for v in row] for row in data]
-    told = run(page, "matrix.js", f"[...({expression}).values].map((v) => Number.isNaN(v) ? null : v)", rows=rows)
-    assert told[5] is None
+    answer = run(page, "matrix.js", f"[...({expression}).values].map((v) => Number.isNaN(v) ? null : v)", rows=rows)
+    assert answer[5] is None
     seen = [i for i in range(7) if i != 5]
-    assert [told[i] for i in seen] == pytest.approx(np.nanmedian(data.astype(np.float64)[:, seen], axis=0), rel=1e-6)
+    assert [answer[i] for i in seen] == pytest.approx(np.nanmedian(data.astype(np.float64)[:, seen], axis=0), rel=1e-6)
 
 
 def test_a_ratio_to_nothing_is_more_than_any_number_but_not_an_illness(page: Any) -> None:
@@ -169,8 +169,8 @@ def test_a_ratio_to_nothing_is_more_than_any_number_but_not_an_illness(page: Any
 
 def test_quantiles_are_those_of_numpy(page: Any) -> None:
     data = np.sort(np.random.default_rng(1).normal(size=101))
-    told = run(page, "colour.js", "[0, 0.01, 0.5, 0.99, 1].map((q) => m.quantile(data, q))", data=data.tolist())
-    assert told == pytest.approx(np.quantile(data, [0, 0.01, 0.5, 0.99, 1]))
+    answer = run(page, "colour.js", "[0, 0.01, 0.5, 0.99, 1].map((q) => m.quantile(data, q))", data=data.tolist())
+    assert answer == pytest.approx(np.quantile(data, [0, 0.01, 0.5, 0.99, 1]))
 
 
 SCALE = "m.makeScale(Float64Array.from(data), { log, full })"
@@ -189,7 +189,7 @@ def test_values_stand_where_the_scale_says(page: Any, log: bool, value: float, p
 @pytest.mark.parametrize("log", [True, False])
 def test_signed_numbers_diverge_around_zero(page: Any, log: bool) -> None:
     data = np.sort(np.random.default_rng(2).normal(size=1000)).tolist()
-    told = run(
+    answer = run(
         page,
         "colour.js",
         f"((s) => [s.diverging, s.place(0), s.place(-1) + s.place(1), s.place(0.5) > 0.5])({SCALE})",
@@ -197,7 +197,7 @@ def test_signed_numbers_diverge_around_zero(page: Any, log: bool) -> None:
         log=log,
         full=False,
     )
-    assert told == [True, 0.5, pytest.approx(1.0), True]
+    assert answer == [True, 0.5, pytest.approx(1.0), True]
 
 
 def test_the_robust_range_is_not_moved_by_an_outlier(page: Any) -> None:
@@ -209,7 +209,7 @@ def test_the_robust_range_is_not_moved_by_an_outlier(page: Any) -> None:
 @pytest.mark.parametrize("data", [[], [0.0], [0.0, 0.0], [3.0, 3.0], [-1.0], [1e-45], [3.4e38]])
 @pytest.mark.parametrize("log", [True, False])
 def test_scales_exist_for_odd_data(page: Any, data: list[float], log: bool) -> None:
-    told = run(
+    answer = run(
         page,
         "colour.js",
         f"((s) => [s.from < s.to, ...data.map(s.place), ...m.legendTicks(s).map((t) => t.at)])({SCALE})",
@@ -217,8 +217,8 @@ def test_scales_exist_for_odd_data(page: Any, data: list[float], log: bool) -> N
         log=log,
         full=False,
     )
-    assert told[0] is True
-    assert all(0 <= place <= 1 for place in told[1:])
+    assert answer[0] is True
+    assert all(0 <= place <= 1 for place in answer[1:])
 
 
 def test_codes_keep_unseen_and_not_finite_apart_from_all_values(page: Any) -> None:
@@ -341,8 +341,8 @@ def test_numbers_are_written_as_the_shortest_text_that_reads_back_the_same(page:
     data = np.random.default_rng(3).normal(size=500).astype(np.float32) * np.float32(10) ** np.arange(-30, 30).repeat(
         9
     )[:500].astype(np.float32)
-    told = run(page, "save.js", "data.map((v) => m.shortest(Math.fround(v)))", data=[float(v) for v in data])
-    assert np.array_equal(np.array(told, dtype=np.float64).astype(np.float32), data)
+    answer = run(page, "save.js", "data.map((v) => m.shortest(Math.fround(v)))", data=[float(v) for v in data])
+    assert np.array_equal(np.array(answer, dtype=np.float64).astype(np.float32), data)
     assert run(page, "save.js", "[0.1, 1, NaN, Infinity].map((v) => m.shortest(Math.fround(v)))") == [
         "0.1",
         "1",

@@ -47,10 +47,10 @@ def test_the_tab_opens_in_tensorboard_and_shows_the_map_and_the_findings(pages: 
 def test_hovering_a_cell_tells_module_step_and_value(pages: Pages) -> None:
     tab = alone(pages, FIRST)
     for row, module, step in ((0, "stem", 100), (3, "blocks.0.norm", 250), (8, "head", 590)):
-        told = tab.hover(row, step)
-        assert module in told
-        assert f"step {step}" in told
-        assert shown(level("first", MODULES.index(module), step)) in told
+        tooltip = tab.hover(row, step)
+        assert module in tooltip
+        assert f"step {step}" in tooltip
+        assert shown(level("first", MODULES.index(module), step)) in tooltip
 
 
 def test_hovering_says_what_was_not_seen_what_is_not_finite_and_what_is_a_median(pages: Pages) -> None:
@@ -60,10 +60,10 @@ def test_hovering_says_what_was_not_seen_what_is_not_finite_and_what_is_a_median
     assert "1 NaN in blocks.1.up" in tab.hover(7, BAD_SINCE), "the finding that began here"
     x, y = tab.place(1, 0)
     tab.page.mouse.click(tab.frame.locator(".map-stage").bounding_box()["x"] + 30, y)
-    told = tab.hover(1, 300)
-    assert "median of the 6 below" in told
+    tooltip = tab.hover(1, 300)
+    assert "median of the 6 below" in tooltip
     six = sorted(level("first", MODULES.index(name), 300) for name in MODULES if name.startswith("blocks."))
-    assert shown((six[2] + six[3]) / 2) in told
+    assert shown((six[2] + six[3]) / 2) in tooltip
     assert x > 0
 
 
@@ -145,9 +145,9 @@ def test_two_runs_share_a_scale_and_show_their_ratio(pages: Pages, screenshots: 
     tab.settle()
     assert len(tab.layout()["panes"]) == 3
     assert shown(level("second", 1, 200)) in tab.hover(3, 200, pane=1)
-    told = tab.hover(3, 200, pane=2)
-    assert "\u00d72.00" in told
-    assert shown(level("first", 1, 200)) in told
+    tooltip = tab.hover(3, 200, pane=2)
+    assert "\u00d72.00" in tooltip
+    assert shown(level("first", 1, 200)) in tooltip
     tab.page.screenshot(path=screenshots / "two-runs.png")
     tab.frame.get_by_text("Linear", exact=True).click()
     assert "+" + shown(level("second", 1, 200) - level("first", 1, 200)) in tab.hover(3, 200, pane=2)

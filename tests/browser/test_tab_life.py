@@ -152,7 +152,7 @@ def answer_runs(tab_page: Any, change: Callable[[dict[str, Any]], dict[str, Any]
 
 def test_a_run_that_vanishes_is_told_and_stays_on_show(pages: Pages) -> None:
     tab = alone(pages, FIRST)
-    answer_runs(tab.page, lambda told: told | {"runs": [run for run in told["runs"] if run["name"] != "first"]})
+    answer_runs(tab.page, lambda reply: reply | {"runs": [run for run in reply["runs"] if run["name"] != "first"]})
     tab.look_again()
     expect(tab.frame.locator(".banner")).to_contain_text("first is no longer in the log directory")
     assert "step 100" in tab.hover(0, 100)
@@ -165,7 +165,7 @@ def test_a_run_that_begins_meanwhile_does_not_take_the_place_of_the_one_on_show(
     tab = alone(pages)
     expect(tab.frame.get_by_label("Run", exact=True)).to_have_value("live")
     later = {"first": {"last_time": 4e9}}
-    answer_runs(tab.page, lambda told: told | {"runs": [run | later.get(run["name"], {}) for run in told["runs"]]})
+    answer_runs(tab.page, lambda reply: reply | {"runs": [run | later.get(run["name"], {}) for run in reply["runs"]]})
     tab.look_again()
     tab.choose("Stat", "max")
     expect(tab.frame.locator("canvas.legend")).to_have_attribute("aria-label", re.compile("activation max"))
@@ -175,7 +175,7 @@ def test_a_run_that_begins_meanwhile_does_not_take_the_place_of_the_one_on_show(
 def test_data_without_new_steps_is_called_stale(pages: Pages) -> None:
     tab = alone(pages, FIRST)
     answer_runs(
-        tab.page, lambda told: told | {"runs": [run | {"last_time": told["now"] - 180} for run in told["runs"]]}
+        tab.page, lambda reply: reply | {"runs": [run | {"last_time": reply["now"] - 180} for run in reply["runs"]]}
     )
     tab.look_again()
     expect(tab.frame.locator(".fresh")).to_have_text("no new step for 3 min; last step 590")
@@ -183,7 +183,7 @@ def test_data_without_new_steps_is_called_stale(pages: Pages) -> None:
 
 def test_without_data_the_tab_says_how_to_get_it_and_fills_by_itself(pages: Pages, screenshots: Path) -> None:
     page = pages.open("/data/plugin/tbhooks/style.css")
-    answer_runs(page, lambda told: told | {"runs": []})
+    answer_runs(page, lambda reply: reply | {"runs": []})
     page.goto(pages.address + ALONE)
     expect(page.locator(".empty")).to_be_visible()
     expect(page.locator(".empty")).to_contain_text("tbhooks.watch(model, SummaryWriter(")

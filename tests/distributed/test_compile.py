@@ -18,6 +18,7 @@ from tests.support import float64_recorder, zoo
 from tests.support.compiling import Block, reset
 from tests.support.float64_recorder import Float64Recorder
 from tests.support.loops import steps_of
+from tests.support.slow import slow
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 
@@ -65,7 +66,7 @@ def check_distributed(rank: int, world: int, store: str) -> None:
         reset()
 
 
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=slow("two processes; test_ranks.py has ddp_compiled"))])
 def test_compiled_ddp_and_ddp_of_compiled_train_as_unwatched_and_show_the_eager_numbers(
     world: int, tmp_path: Path
 ) -> None:

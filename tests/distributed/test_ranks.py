@@ -15,6 +15,7 @@ from tbhooks.data.step_table import RANKS
 from tests.support import float64_recorder, jobs
 from tests.support.float64_recorder import Float64Recorder
 from tests.support.process_pool import ProcessPool
+from tests.support.slow import slow
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -49,9 +50,9 @@ LAYOUTS = [
     ("ddp", 4, False, 1), ("ddp", 2, True, 2), ("ddp_unused", 2, True, 1), ("ddp_compiled", 2, False, 1),
     ("fsdp", 4, False, 1), ("fsdp", 2, True, 1), ("fsdp_checkpointed", 2, False, 1), ("hsdp", 4, False, 1),
     ("tensor_parallel", 2, True, 1), ("fsdp_and_tensor_parallel", 4, False, 1),
-    pytest.param("ddp_static", 2, False, 1, marks=pytest.mark.slow),
-    pytest.param("fsdp_unresharded", 2, False, 1, marks=pytest.mark.slow),
-    pytest.param("tensor_parallel", 2, False, 1, marks=pytest.mark.slow),
+    pytest.param("ddp_static", 2, False, 1, marks=slow("another option of a layout that is in make test")),
+    pytest.param("fsdp_unresharded", 2, False, 1, marks=slow("another option of a layout that is in make test")),
+    pytest.param("tensor_parallel", 2, False, 1, marks=slow("another option of a layout that is in make test")),
 ]  # fmt: skip
 
 
@@ -61,39 +62,39 @@ def test_merged_numbers_are_those_of_one_process_with_all_batches_and_training_i
 ) -> None:
     ranks = pool.values(jobs.both, world, tmp_path, wrap, first, parts)
     expected = alone(jobs.batch_of(world - 1, wrap, world) + 1, parts)
-    for plain, saw in ranks:
-        assert saw.weights == plain.weights
-        assert saw.stats.errors == 0, saw.stats.messages
-        assert [frame.step for frame in saw.frames] == jobs.LOGGED, saw.stats.messages
-        more = [ours - theirs for ours, theirs in zip(saw.collectives, plain.collectives, strict=True)]
+    for plain, watched in ranks:
+        assert watched.weights == plain.weights
+        assert watched.stats.errors == 0, watched.stats.messages
+        assert [frame.step for frame in watched.frames] == jobs.LOGGED, watched.stats.messages
+        more = [ours - theirs for ours, theirs in zip(watched.collectives, plain.collectives, strict=True)]
         assert more == [1, 0, 1, 0, 1]
-        assert len(saw.files) == 1
-        for frame in saw.frames:
+        assert len(watched.files) == 1
+        for frame in watched.frames:
             assert frame.scalars[RANKS] == world
             norms = [frame[site.name, site.kind].norm for site in frame.sites if site.kind == "weight_gradient"]
             assert frame.scalars["train.grad_norm"] == pytest.approx(np.linalg.norm(norms), rel=1e-9)
-    one, *others = (saw.frames for _, saw in ranks)
+    one, *others = (watched.frames for _, watched in ranks)
     for frame in one:
         float64_recorder.assert_frame_equals(frame, expected[frame.step])
     for other in others:
         assert [frame.values.tobytes() for frame in other] == [frame.values.tobytes() for frame in one]
 
 
-# Those who look on. ---------------------------------------------------------------------------------------------
+# Collectors. ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("wrap", "up"),
     [
         ("fsdp", 16),
-        pytest.param("tensor_parallel", 8, marks=pytest.mark.slow),
-        pytest.param("ddp", 16, marks=pytest.mark.slow),
+        pytest.param("tensor_parallel", 8, marks=slow("another option of a layout that is in make test")),
+        pytest.param("ddp", 16, marks=slow("another option of a layout that is in make test")),
     ],
 )
 def test_of_a_model_in_pieces_the_first_rank_shows_what_it_holds(
     wrap: str, up: int, tmp_path: Path, pool: ProcessPool
 ) -> None:
-    ranks = pool.values(jobs.looked_on, 2, tmp_path, wrap)
+    ranks = pool.values(jobs.with_collectors, 2, tmp_path, wrap)
     for rank, (shown, errors, messages, weights) in enumerate(ranks):
         assert not errors, messages
         assert weights == ranks[0][3]
@@ -115,5 +116,5 @@ def test_merged_ranks_share_running_means_of_logged_steps_and_stay_in_step(pool:
     assert first[0][0] == {0: 5.0, 2: 1.5, 4: 8.5, 6: 5.5, 8: 12.5}
     # Ranks do not wait for what is logged after a step: it is of the next mean, but for the first.
     assert first[1][0] == {0: 5.0, 2: 1.5, 4: 8.0, 6: 5.0, 8: 12.0}
-    assert [told[0] for told in second] == [{}, {}]
-    assert [told[1:] for told in (*first, *second)] == [(0, ())] * 4
+    assert [result[0] for result in second] == [{}, {}]
+    assert [result[1:] for result in (*first, *second)] == [(0, ())] * 4

@@ -1,4 +1,4 @@
-"""Ranks that differ, fail, come late or do without each other: what is told, and that nobody hangs."""
+"""Ranks that differ, fail, come late or do without each other: what is reported, and that nobody hangs."""
 
 from __future__ import annotations
 
@@ -139,20 +139,20 @@ def test_gradients_that_were_not_averaged_are_told_from_those_that_were(pool: Pr
 
 def test_a_sick_rank_is_found_and_named(pool: ProcessPool, tmp_path: Path) -> None:
     found, spread, _ = pool.values(jobs.differing, 4, tmp_path, 1000.0)[0]
-    (sick,) = [each for each in found if each[0] == "sick_rank"]
-    assert sick[1] == "warning"
-    assert sick[2].startswith("rank 1: ")
-    assert "x the median of ranks" in sick[2]
-    assert sick[3]["rank"] == 1
+    (deviating,) = [each for each in found if each[0] == "sick_rank"]
+    assert deviating[1] == "warning"
+    assert deviating[2].startswith("rank 1: ")
+    assert "x the median of ranks" in deviating[2]
+    assert deviating[3]["rank"] == 1
     assert (spread.ranks, spread.max_rank) == (4, 1)
     assert spread.min <= spread.median <= spread.max
 
 
 def test_a_rank_that_alone_has_nan_is_named_at_once(pool: ProcessPool, tmp_path: Path) -> None:
     found, _, _ = pool.values(jobs.differing, 2, tmp_path, float("nan"))[0]
-    sick = [each for each in found if each[0] == "sick_rank"]
-    assert [(each[1], each[3]["rank"]) for each in sick] == [("error", 1)]
-    assert "rank 1: 64 values in the activation of up are not finite, and all are on another rank" in sick[0][2]
+    deviating = [each for each in found if each[0] == "sick_rank"]
+    assert [(each[1], each[3]["rank"]) for each in deviating] == [("error", 1)]
+    assert "rank 1: 64 values in the activation of up are not finite, and all are on another rank" in deviating[0][2]
 
 
 def test_logged_numbers_are_means_over_the_ranks_that_logged_them(pool: ProcessPool, tmp_path: Path) -> None:

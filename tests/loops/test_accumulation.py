@@ -15,6 +15,7 @@ from torch.optim import LBFGS, SGD, AdamW, Optimizer
 import tbhooks
 from tests.support import float64_recorder, reference, zoo
 from tests.support.float64_recorder import Float64Recorder
+from tests.support.slow import cases, slow
 
 NAN, INF = float("nan"), float("inf")
 USED, RAW = "train.grad_norm", "train.grad_norm_raw"
@@ -177,7 +178,17 @@ TOUCHES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("loop", TOUCHES.values(), ids=TOUCHES)
+@pytest.mark.parametrize(
+    "loop",
+    cases(
+        TOUCHES,
+        always={
+            "nothing", "clip_norm", "clip_value", "in_place", "replaced", "some_removed", "data", "five",
+            "fewer_and_fewer", "zeroed_in_place", "frozen", "one_nan", "infinite",
+        },
+        reason="other ways to write the same change of gradients",
+    ),
+)  # fmt: skip
 def test_micro_batches_make_one_step_with_the_gradients_the_optimizer_used(loop: Loop) -> None:
     check(loop)
 
@@ -209,7 +220,14 @@ OTHER_MODELS = {
 
 
 @pytest.mark.parametrize("every", [1, 2])
-@pytest.mark.parametrize("name", OTHER_MODELS)
+@pytest.mark.parametrize(
+    "name",
+    cases(
+        list(OTHER_MODELS),
+        always={"sparse_embedding", "tied_weights", "checkpointed_reentrant", "bfloat16", "dict_output"},
+        reason="accumulation does not depend on the model",
+    ),
+)
 def test_other_models_accumulate_the_same_way(name: str, every: int) -> None:
     check(OTHER_MODELS[name], name, every)
 
@@ -261,7 +279,13 @@ def with_closure(model: Any, case: zoo.Case, over: Callable[[], None]) -> Iterab
 
 @pytest.mark.parametrize(
     ("loop", "name"),
-    [(twice, "gpt2"), (twice, "vit"), (penalised, "mlp"), (with_closure, "vit"), (with_closure, "mlp")],
+    [
+        (twice, "vit"),
+        (penalised, "mlp"),
+        (with_closure, "mlp"),
+        pytest.param(twice, "gpt2", marks=slow("another large model")),
+        pytest.param(with_closure, "vit", marks=slow("another large model")),
+    ],
 )
 def test_the_last_backward_of_a_step_is_the_one_whose_gradients_count(loop: Loop, name: str) -> None:
     check(loop, name)

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import (
 import tbhooks
 from tbhooks.reduction import cpu
 from tests.support import float64_recorder, reference, zoo
+from tests.support.slow import cases
 
 aten = torch.ops.aten
 STEPS = 3
@@ -49,6 +50,7 @@ STYLES = {
     "no_early_stop": {**NON_REENTRANT, "early_stop": False},
     "selective": selective(aten.addmm.default, aten.mm.default, aten.bmm.default, aten.convolution.default),
 }
+OTHER_MODELS = "the same checkpoints in another large model"
 both_ways = pytest.mark.parametrize("how", [REENTRANT, NON_REENTRANT], ids=["reentrant", "non_reentrant"])
 
 
@@ -167,12 +169,12 @@ def assert_same_as_without(checked: zoo.Case, unchecked: zoo.Case) -> None:
 
 @pytest.mark.usefixtures("both_kernels")
 @pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("name", cases(list(BLOCKS), always={"gpt2"}, reason=OTHER_MODELS))
 def test_checkpointed_blocks_have_the_numbers_of_plain_ones(name: str, style: str) -> None:
     assert_same_as_without(with_blocks(zoo.ZOO[name], BLOCKS[name][0], STYLES[style]), plain(name))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "resnet", "albert"])
+@pytest.mark.parametrize("name", cases(["gpt2", "resnet", "albert"], always={"albert"}, reason=OTHER_MODELS))
 @pytest.mark.parametrize(
     ("outer", "inner"),
     [("reentrant", "reentrant"), ("non_reentrant", "non_reentrant"), ("no_early_stop", "no_early_stop"),
@@ -185,7 +187,7 @@ def test_checkpoints_inside_checkpoints_have_the_numbers_of_none(name: str, oute
 
 
 @both_ways
-@pytest.mark.parametrize("name", ["gpt2", "bert", "vit"])
+@pytest.mark.parametrize("name", cases(["gpt2", "bert", "vit"], always={"vit"}, reason=OTHER_MODELS))
 def test_checkpointing_of_transformers_has_the_numbers_of_none(name: str, how: dict[str, Any]) -> None:
     def enable(model: Any) -> None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
@@ -231,7 +233,7 @@ def test_early_stop_may_be_turned_off_around_the_training() -> None:
 
 
 @pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("name", ["gpt2", "resnet"])
+@pytest.mark.parametrize("name", cases(["gpt2", "resnet"], always={"resnet"}, reason=OTHER_MODELS))
 def test_checkpoints_under_autocast_have_the_numbers_of_none_under_autocast(name: str, style: str) -> None:
     case = zoo.ZOO[name]
 
@@ -244,7 +246,7 @@ def test_checkpoints_under_autocast_have_the_numbers_of_none_under_autocast(name
 
 
 @both_ways
-@pytest.mark.parametrize("name", ["bert", "resnet"])
+@pytest.mark.parametrize("name", cases(["bert", "resnet"], always={"bert"}, reason=OTHER_MODELS))
 def test_micro_batches_of_a_checkpointed_model_merge_as_those_of_a_plain_one(name: str, how: dict[str, Any]) -> None:
     case = zoo.ZOO[name]
 
@@ -360,7 +362,7 @@ def test_a_tensor_passed_through_a_checkpointed_block_is_counted_once(
     assert_same_as_without(with_blocks(case, block, how), case)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert"])
+@pytest.mark.parametrize("name", cases(["gpt2", "bert"], always={"bert"}, reason=OTHER_MODELS))
 def test_a_selective_checkpoint_that_saves_what_the_reductions_use_too(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ from tests.support import compiling, float64_recorder, reference, zoo
 from tests.support.compiling import Blocks, Graphs, breaks, compiled_case, no_compilation, reset, watched
 from tests.support.float64_recorder import Float64Recorder
 from tests.support.loops import steps_of
+from tests.support.slow import cases, slow
 
 pytestmark = compiling.ISOLATED
 
@@ -125,8 +126,39 @@ def eager_steps() -> list[float64_recorder.Step]:
     return recording.steps
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("name", WAYS)
+COMPILES = slow("other pairs of a way to compile and a schedule; every way is in make test once")
+OTHER_PAIRS = [
+    pytest.param(name, when, marks=COMPILES)
+    for name, when in [
+        ("model.compile()", "after"),
+        ("torch.compile(function)", "before"),
+        ("torch.compile(function)", "after"),
+        ("regional", "before"),
+        ("compiled submodule", "before"),
+        ("compiled submodule", "after"),
+        ("torch.compile(train_step)", "after"),
+    ]
+]
+OTHER_SCHEDULES = [
+    ("model.compile()", 2),
+    ("regional", 2),
+    ("compiled submodule", 2),
+    ("torch.compile(train_step)", 2),
+    ("regional", 50),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "when"),
+    [
+        ("torch.compile(model)", "before"),
+        ("torch.compile(model)", "after"),
+        ("model.compile()", "before"),
+        ("regional", "after"),
+        ("torch.compile(train_step)", "before"),
+        *OTHER_PAIRS,
+    ],
+)
 def test_logging_every_step_is_one_graph_and_no_break_with_the_same_bits_and_the_eager_numbers(
     name: str, when: str
 ) -> None:
@@ -143,7 +175,14 @@ def test_logging_every_step_is_one_graph_and_no_break_with_the_same_bits_and_the
 
 
 @pytest.mark.parametrize(
-    ("name", "every"), [*((name, 2) for name in WAYS), ("regional", 3), ("compiled submodule", 7), ("regional", 50)]
+    ("name", "every"),
+    [
+        ("torch.compile(model)", 2),
+        ("torch.compile(function)", 2),
+        ("regional", 3),
+        ("compiled submodule", 7),
+        *(pytest.param(*pair, marks=COMPILES) for pair in OTHER_SCHEDULES),
+    ],
 )
 def test_toggling_is_two_graphs_over_fifty_steps_and_the_unlogged_one_is_node_for_node_the_unwatched_one(
     name: str, every: int
@@ -185,7 +224,17 @@ TOGGLED = {"cnn", "flatten_inplace", "two_names", "sparse_embedding", "no_grad_b
 COMPILED_ZOO = [name for name in zoo.ZOO if name not in NOT_IN_ONE_GRAPH | TOO_SLOW]
 
 
-@pytest.mark.parametrize("name", COMPILED_ZOO)
+@pytest.mark.parametrize(
+    "name",
+    cases(
+        COMPILED_ZOO,
+        always={
+            "cnn", "inplace_relu", "shared_module", "multihead", "dict_output", "returns_parameter", "sparse_embedding",
+            "no_grad_branch", "int_and_bool_outputs", "checkpointed", "autocast",
+        },
+        reason="every model is compiled twice; the others are traced in the same way",
+    ),
+)  # fmt: skip
 def test_the_zoo_compiled_trains_bit_for_bit_as_unwatched_and_shows_the_numbers_of_the_eager_models(name: str) -> None:
     case, every = zoo.ZOO[name], 2 if name in TOGGLED else 1
     bare_graphs, graphs = Graphs(), Graphs()
@@ -232,10 +281,14 @@ def assert_near(
 # --- Inductor -------------------------------------------------------------------------------------
 
 
-OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("mlp", "inplace_relu", "chunk_unused", "dict_output")]
-
-
-@pytest.mark.parametrize("name", ["cnn", "checkpointed", *OTHERS])
+@pytest.mark.parametrize(
+    "name",
+    cases(
+        ["mlp", "cnn", "checkpointed", "inplace_relu", "chunk_unused", "dict_output"],
+        always={"mlp"},
+        reason="inductor takes ten seconds and more to compile a model; aot_eager above has the zoo",
+    ),
+)
 def test_inductor_trains_bit_for_bit_as_unwatched_and_shows_the_numbers_of_what_it_computes(name: str) -> None:
     case = zoo.ZOO[name]
     bare = zoo.train(compiled_case(case, "inductor"), 3)
@@ -250,6 +303,7 @@ def test_inductor_trains_bit_for_bit_as_unwatched_and_shows_the_numbers_of_what_
             assert_near(frame, step)
 
 
+@slow("inductor", covered_by="test_inductor_trains_bit_for_bit_as_unwatched_and_shows_the_numbers_of_what_it_computes")
 @pytest.mark.parametrize("name", ["autocast", "bfloat16"])
 def test_inductor_in_half_precision_trains_bit_for_bit_as_unwatched_if_it_rounds_like_eager_mode(
     name: str,

@@ -12,6 +12,7 @@ import tbhooks
 from tests.support import compiling, zoo
 from tests.support.compiling import Scenario, Trial, assert_same
 from tests.support.loops import steps_of
+from tests.support.slow import cases
 
 pytestmark = compiling.ISOLATED
 
@@ -237,7 +238,17 @@ SCENARIOS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+@pytest.mark.parametrize(
+    "scenario",
+    cases(
+        {scenario.__name__: scenario for scenario in SCENARIOS},
+        always={
+            "plain", "dynamic_batches", "accumulation", "evaluation_between_steps", "autocast_inside", "grad_scaler",
+            "two_watches", "every_kind_a_graph_can_show", "paused_steps",
+        },
+        reason="every scenario is compiled twice; the others are variants of these",
+    ),
+)  # fmt: skip
 def test_bits_are_those_of_the_unwatched_run_and_frames_those_of_the_eager_one(scenario: Scenario) -> None:
     eager = Trial(scenario, compiled=False, is_watched=True)
     bare = Trial(scenario, compiled=True, is_watched=False)

@@ -19,6 +19,7 @@ import tbhooks
 from tests.support import compiling, float64_recorder, zoo
 from tests.support.compiling import BLOCKS, Blocks, Graphs, Trial, breaks, compiled_case, no_compilation, reset, watched
 from tests.support.loops import mlp, sgd, steps_of
+from tests.support.slow import cases, slow
 
 pytestmark = compiling.ISOLATED
 
@@ -44,7 +45,7 @@ RECURRENT = zoo.Case("recurrent", Recurrent, lambda: (torch.randn(3, 5, 8),), la
 @pytest.mark.parametrize(
     ("case", "backend"),
     [
-        pytest.param(zoo.ZOO["gpt2"], "eager", marks=pytest.mark.slow),
+        pytest.param(zoo.ZOO["gpt2"], "eager", marks=slow("a large model; the small one breaks in the same places")),
         (RECURRENT, "aot_eager"),
     ],
     ids=lambda value: getattr(value, "name", value),
@@ -105,6 +106,7 @@ def test_a_gradient_that_arises_inside_the_graph_is_said_and_not_shown_in_part(u
 
 
 KINDS = ["function", "sequential", "model", "method", "regional"]
+OTHER_WAYS = "other ways to compile take the same path; test_compile.py has every way"
 
 
 class Training:
@@ -149,7 +151,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.message for r in caplog.records if r.name == "tbhooks" and r.levelno >= logging.WARNING]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", cases(KINDS, always={"function", "regional"}, reason=OTHER_WAYS))
 def test_a_model_that_is_compiled_in_mid_run_and_first_called_in_an_unlogged_step_is_seen(
     kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -184,7 +186,7 @@ def test_compiling_something_else_leaves_no_hook_on_the_watched_model() -> None:
     watching.close()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", cases(KINDS, always={"model", "sequential"}, reason=OTHER_WAYS))
 def test_a_model_that_ran_compiled_before_watch_is_compiled_anew_with_hooks(
     kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -205,7 +207,7 @@ def test_a_model_that_ran_compiled_before_watch_is_compiled_anew_with_hooks(
     assert watching.stats.errors == 0, watching.stats.messages
 
 
-@pytest.mark.parametrize("kind", ["model", "function"])
+@pytest.mark.parametrize("kind", cases(["model", "function"], always={"model"}, reason=OTHER_WAYS))
 def test_a_warm_model_is_left_alone_where_nothing_may_be_compiled_any_more(
     kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:

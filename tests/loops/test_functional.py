@@ -34,6 +34,7 @@ from tests.support.functional_models import (
     selective,
 )
 from tests.support.loops import steps_of
+from tests.support.slow import cases, slow
 
 pytestmark = pytest.mark.usefixtures("no_function_mode_left")
 Array = NDArray[np.float64]
@@ -79,7 +80,14 @@ SOME = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize(
+    "name",
+    cases(
+        SOME,
+        always={"inplace_relu", "lstm", "multihead", "checkpointed_reentrant", "autocast", "gan", "gpt2", "mamba"},
+        reason="the same operations in other models",
+    ),
+)
 def test_training_graph_and_every_other_number_are_as_without(name: str) -> None:
     nodes: list[int] = []
 
@@ -100,7 +108,17 @@ def test_training_graph_and_every_other_number_are_as_without(name: str) -> None
         "checkpointed", "checkpointed_reentrant", "autocast", "vit")  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ATTENDING)
+@pytest.mark.parametrize(
+    "name",
+    cases(
+        list(ATTENDING),
+        always={
+            "gpt2-eager-padded", "gpt2-sdpa-_language_loss", "bert-sdpa-padded", "multihead-causal",
+            "multihead-padded", "multihead-fused", "multihead-fused-padded",
+        },
+        reason="other pairs of the same masks and implementations of attention",
+    ),
+)  # fmt: skip
 def test_entropy_and_largest_logit_of_attention_equal_float64(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -295,7 +313,10 @@ def test_flops_are_those_of_the_model_alone() -> None:
 ALONE = "Enter and LeaveHook never ask the gate, so nobody knows they are compiled: nothing is said, and all recompiles"
 
 
-@pytest.mark.parametrize("kinds", [WITH_OPERATIONS, ("functional",)])
+@pytest.mark.parametrize(
+    "kinds",
+    [WITH_OPERATIONS, pytest.param(("functional",), marks=slow("compiles once more to read fewer kinds"))],
+)
 def test_a_compiled_model_trains_as_before_and_what_is_not_seen_is_said(kinds: Any) -> None:
     def build() -> nn.Module:
         torch.compiler.reset()

@@ -22,6 +22,7 @@ from tests.support import float64_recorder, frames, reference, zoo
 from tests.support.float64_recorder import Float64Recorder
 from tests.support.loops import forward, mlp, sgd, steps_of
 from tests.support.loops import train as train_mlp
+from tests.support.slow import cases
 
 WITH_INPUTS = (*KINDS, "input")
 
@@ -81,12 +82,26 @@ def assert_right_and_unchanged(case: zoo.Case) -> tbhooks.Watch:
 BRIEF = ("mlp", "inplace_relu", "kwargs_only", "complex_output", "checkpointed", "bfloat16", "autocast", "gpt2")
 
 
-@pytest.mark.parametrize("name", zoo.ZOO)
+@pytest.mark.parametrize(
+    "name",
+    cases(
+        list(zoo.ZOO),
+        always=zoo.FEW | {"base_overwritten", "int_and_bool_outputs", "bfloat16"},
+        reason="test_zoo.py has every model; inputs are read in the same way in each",
+    ),
+)
 def test_every_number_of_the_zoo_equals_float64_and_training_is_bit_identical(name: str) -> None:
     assert_right_and_unchanged(zoo.ZOO[name])
 
 
-@pytest.mark.parametrize("name", BRIEF)
+@pytest.mark.parametrize(
+    "name",
+    cases(
+        BRIEF,
+        always={"mlp", "inplace_relu", "complex_output", "bfloat16"},
+        reason="test_torch_rows.py has every type without the C kernel",
+    ),
+)
 def test_without_the_c_kernel_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tbhooks.reduction.cpu, "library", None)
     assert_right_and_unchanged(zoo.ZOO[name])
@@ -160,7 +175,14 @@ def test_what_a_checkpoint_gives_again_in_backward_is_not_counted_again(reentran
         assert (frame.buckets == other.buckets).all()
 
 
-@pytest.mark.parametrize("name", ["inplace_relu", "kwargs_only", "shared_module"])
+@pytest.mark.parametrize(
+    "name",
+    cases(
+        ["inplace_relu", "kwargs_only", "shared_module"],
+        always={"inplace_relu"},
+        reason="compiling takes seconds, and hooks on inputs are compiled in the same way",
+    ),
+)
 def test_inputs_of_a_compiled_model_are_those_of_the_plain_one(name: str) -> None:
     def build(compiled: bool) -> nn.Module:
         torch.compiler.reset()

@@ -19,6 +19,7 @@ import tbhooks
 from tests.support import float64_recorder, reference, zoo
 from tests.support.float64_recorder import Float64Recorder
 from tests.support.loops import forward, mlp, sgd
+from tests.support.slow import cases, slow
 
 INF = float("inf")
 
@@ -205,18 +206,35 @@ RECIPES = {
 }
 
 
-@pytest.mark.parametrize("every", [1, 2])
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize("every", [2, pytest.param(1, marks=slow("every=2 has logged steps and others"))])
+@pytest.mark.parametrize(
+    "recipe",
+    cases(
+        RECIPES,
+        always={
+            "half_inside", "half_outside_growing", "brain_inside_fused", "accumulated", "fused_thousand", "clipped",
+            "clipped_and_skipped", "skipped_later", "overflowing", "always_skipped", "several_losses", "scaler_off",
+            "left_out",
+        },
+        reason="other pairs of the same types, scales and optimizers",
+    ),
+)  # fmt: skip
 def test_everything_is_logged_unscaled_and_skipped_iterations_not_at_all(recipe: Recipe, every: int) -> None:
     check(recipe, "gpt2", every)
 
 
+LARGE_MODELS = [
+    ("bert", "half_inside"), ("bert", "skipped_fused"), ("resnet", "accumulated"), ("resnet", "brain_inside_fused"),
+    ("vit", "clipped"), ("gpt2_checkpointed", "clipped_thousand"),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("name", "recipe"),
-    [("bert", "half_inside"), ("bert", "skipped_fused"), ("resnet", "accumulated"), ("resnet", "brain_inside_fused"),
-     ("vit", "clipped"), ("bfloat16", "fused_thousand"), ("float64", "skipped_later"), ("lstm", "skipped_later"),
+    [*(pytest.param(*pair, marks=slow("larger models; gpt2 has every recipe")) for pair in LARGE_MODELS),
+     ("bfloat16", "fused_thousand"), ("float64", "skipped_later"), ("lstm", "skipped_later"),
      ("checkpointed_reentrant", "accumulated_thousand"), ("checkpointed_reentrant", "skipped_later"),
-     ("gpt2_checkpointed", "clipped_thousand"), ("checkpointed", "skipped_fused")],
+     ("checkpointed", "skipped_fused")],
 )  # fmt: skip
 def test_other_models_are_logged_unscaled_too(name: str, recipe: str) -> None:
     check(RECIPES[recipe], name, every=1)

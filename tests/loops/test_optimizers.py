@@ -16,6 +16,7 @@ from torch.optim import LBFGS, SGD, Adafactor, AdamW, Optimizer, SparseAdam, lr_
 import tbhooks
 from tests.support import float64_recorder, reference, zoo
 from tests.support.float64_recorder import Float64Recorder
+from tests.support.slow import cases, slow
 
 STEPS = 4
 either_schedule = pytest.mark.parametrize("every", [1, 3])
@@ -252,7 +253,17 @@ ORDINARY = {
 
 
 @either_schedule
-@pytest.mark.parametrize("loop", ORDINARY.values(), ids=ORDINARY)
+@pytest.mark.parametrize(
+    "loop",
+    cases(
+        ORDINARY,
+        always={
+            "sgd", "adamw_fused", "adafactor", "tensor_lr_fused", "custom_that_spoils_gradients", "groups_by_name",
+            "one_cycle", "clipped_norm", "unfrozen_and_added", "overridden_step",
+        },
+        reason="other options of the same optimizers and schedulers",
+    ),
+)  # fmt: skip
 def test_a_step_is_what_its_optimizer_did(loop: Loop, every: int) -> None:
     check(loop, every)
 
@@ -260,9 +271,13 @@ def test_a_step_is_what_its_optimizer_did(loop: Loop, every: int) -> None:
 @either_schedule
 @pytest.mark.parametrize(
     ("name", "loop"),
-    [("bert", ORDINARY["clipped_norm"]), ("resnet", ORDINARY["zeroed_in_place"]), ("vit", ORDINARY["tensor_lr_fused"]),
-     ("sparse_embedding", ordinary(lambda model: SparseAdam(model[0].parameters())))],
-)  # fmt: skip
+    [
+        ("sparse_embedding", ordinary(lambda model: SparseAdam(model[0].parameters()))),
+        ("bert", ORDINARY["clipped_norm"]),
+        pytest.param("resnet", ORDINARY["zeroed_in_place"], marks=slow("another large model")),
+        pytest.param("vit", ORDINARY["tensor_lr_fused"], marks=slow("another large model")),
+    ],
+)
 def test_other_models_step_the_same_way(name: str, loop: Loop, every: int) -> None:
     check(loop, every, name)
 
@@ -386,7 +401,10 @@ ONLY_RUN = {"training": by_hand("forward"), "evaluation": by_hand("forward", tra
 
 
 @either_schedule
-@pytest.mark.parametrize(("name", "mode"), [("gpt2", "auto"), ("resnet", "auto"), ("vit", "forward")])
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [("resnet", "auto"), ("vit", "forward"), pytest.param("gpt2", "auto", marks=slow("another large model"))],
+)
 @pytest.mark.parametrize("loop", BY_HAND.values(), ids=BY_HAND)
 def test_weights_updated_by_hand_have_every_number_but_the_update(loop: Loop, name: str, mode: str, every: int) -> None:
     assert check(loop, every, name, step=mode).stats.clock == "forward"

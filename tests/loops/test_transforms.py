@@ -26,6 +26,7 @@ from tbhooks.reduction import cpu
 from tests.support import float64_recorder, zoo
 from tests.support.float64_recorder import Float64Recorder
 from tests.support.loops import forward, mlp, steps_of
+from tests.support.slow import cases, slow
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
 
@@ -147,9 +148,18 @@ def without_cache(model: Any) -> nn.Module:
 
 @pytest.mark.parametrize(
     ("model", "name"),
-    [("gpt2", "export"), ("bert", "export"), ("resnet", "export"), ("cnn", "jit_trace"), ("multihead", "jit_trace"),
-     ("lstm", "jit_trace"), ("cnn", "export_strict"), ("dict_output", "export"), ("checkpointed", "export")],
-)  # fmt: skip
+    [
+        ("resnet", "export"),
+        ("cnn", "jit_trace"),
+        ("multihead", "jit_trace"),
+        ("lstm", "jit_trace"),
+        ("cnn", "export_strict"),
+        ("dict_output", "export"),
+        ("checkpointed", "export"),
+        pytest.param("gpt2", "export", marks=slow("another large model")),
+        pytest.param("bert", "export", marks=slow("another large model")),
+    ],
+)
 def test_graphs_of_real_models_have_the_same_nodes(model: str, name: str) -> None:
     case = zoo.ZOO[model]
     if model == "gpt2":
@@ -380,6 +390,13 @@ OF_COPIES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("copied", COPIES)
-@pytest.mark.parametrize("name", OF_COPIES)
+@pytest.mark.parametrize(
+    "name",
+    cases(
+        list(OF_COPIES),
+        always={*OF_COPIES} - {"export_strict"},
+        reason="a strict export takes seconds and calls the hooks of the copy as the other export does",
+    ),
+)
 def test_a_copy_of_an_armed_model_transforms_like_a_copy_of_a_bare_one(name: str, copied: str) -> None:
     assert_unchanged(SQUARE, lambda model, batch: OF_COPIES[name](COPIES[copied](model), batch))

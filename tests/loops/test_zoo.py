@@ -10,10 +10,10 @@ from torch import nn
 
 import tbhooks
 from tests.support import float64_recorder, zoo
+from tests.support.slow import cases
 
-pytestmark = pytest.mark.usefixtures("both_kernels")
-
-CASES = list(zoo.ZOO)
+both_kernels = pytest.mark.usefixtures("both_kernels")
+EVERY_MODEL = cases(list(zoo.ZOO), always=zoo.ALWAYS, reason="the same kinds of modules in larger models")
 
 
 def watched(case: zoo.Case, steps: int = 3, **options: Any) -> tuple[zoo.Trace, tbhooks.Watch]:
@@ -28,7 +28,8 @@ def watched(case: zoo.Case, steps: int = 3, **options: Any) -> tuple[zoo.Trace, 
     return trace, made[0]
 
 
-@pytest.mark.parametrize("name", CASES)
+@both_kernels
+@pytest.mark.parametrize("name", EVERY_MODEL)
 def test_every_stat_of_every_kind_equals_float64(name: str) -> None:
     case = zoo.ZOO[name]
     expected = float64_recorder.observe(case)
@@ -38,7 +39,8 @@ def test_every_stat_of_every_kind_equals_float64(name: str) -> None:
         float64_recorder.assert_frame_equals(frame, step)
 
 
-@pytest.mark.parametrize("name", CASES)
+@both_kernels
+@pytest.mark.parametrize("name", EVERY_MODEL)
 def test_training_is_bit_identical(name: str) -> None:
     case = zoo.ZOO[name]
     trace, watching = watched(case)
@@ -47,7 +49,7 @@ def test_training_is_bit_identical(name: str) -> None:
     assert watching.stats.dropped == 0
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", EVERY_MODEL)
 def test_the_graph_has_as_many_nodes(name: str) -> None:
     nodes: list[int] = []
     case = zoo.ZOO[name]
@@ -63,7 +65,7 @@ def test_the_graph_has_as_many_nodes(name: str) -> None:
     assert nodes[:2] == nodes[2:]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", EVERY_MODEL)
 def test_unlogged_steps_have_no_hook_and_closing_leaves_none(name: str) -> None:
     bare: list[int] = []
     zoo.train(zoo.ZOO[name], 1, before=lambda model: bare.append(zoo.hook_count(model)))
@@ -82,10 +84,11 @@ def test_unlogged_steps_have_no_hook_and_closing_leaves_none(name: str) -> None:
     assert zoo.hook_count(model_of[0]) == bare[0]
 
 
+@both_kernels
 @pytest.mark.parametrize("kind", tbhooks.data.frame.KINDS)
 def test_one_kind_alone_gives_the_same_numbers(kind: str) -> None:
-    _, everything = watched(zoo.ZOO["gpt2"])
-    _, alone = watched(zoo.ZOO["gpt2"], kinds=kind)
+    _, everything = watched(zoo.ZOO["multihead"])
+    _, alone = watched(zoo.ZOO["multihead"], kinds=kind)
     assert {site.kind for site in alone.latest.sites} == {kind}
     for site in alone.latest.sites:
         assert repr(alone.latest[site.name, kind]) == repr(everything.latest[site.name, kind])
@@ -93,6 +96,7 @@ def test_one_kind_alone_gives_the_same_numbers(kind: str) -> None:
             assert alone.latest[site.name, kind].ratio == everything.latest[site.name, kind].ratio
 
 
+@both_kernels
 def test_histograms_off_changes_nothing_else() -> None:
     _, with_buckets = watched(zoo.ZOO["cnn"])
     _, without = watched(zoo.ZOO["cnn"], histograms=False)

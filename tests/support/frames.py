@@ -156,7 +156,7 @@ def accumulator(directory: str | Path) -> EventAccumulator:
 
 
 def scalar_series(directory: str | Path, tag: str) -> dict[int, float]:
-    """Values by step; scalars are told once a step."""
+    """Values by step; a scalar is written once a step."""
     series = [(point.step, point.value) for point in accumulator(directory).Scalars(tag)]
     assert len(dict(series)) == len(series)
     return dict(series)

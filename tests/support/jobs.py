@@ -1,4 +1,4 @@
-"""What the ranks of the test pool run: small trainings in every layout, and what each of them saw.
+"""What the ranks of the process pool run: small trainings in every layout, and what each rank recorded.
 
 The numbers are in float64 and the batches of a rank follow from its number, so that one process with all batches is
 the reference.
@@ -6,6 +6,7 @@ the reference.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import OrderedDict
 from collections.abc import Callable
@@ -48,8 +49,8 @@ def loss_of(output: Tensor) -> Tensor:
 
 
 @dataclass
-class Saw:
-    """What one rank brings home."""
+class RankResult:
+    """What one rank returns."""
 
     frames: list[Frame]
     weights: list[bytes]
@@ -59,14 +60,14 @@ class Saw:
     findings: list[Any]
 
 
-class Counting:
+class CollectiveCounter:
     """Counts the collectives of a job that Python calls, step by step."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
         self._originals: dict[str, Any] = {}
 
-    def __enter__(self) -> Counting:
+    def __enter__(self) -> CollectiveCounter:
         for name in COLLECTIVES:
             self._originals[name] = getattr(distributed, name)
             setattr(distributed, name, self._counted(name))
@@ -182,7 +183,7 @@ def batch_of(rank: int, wrap: str, world: int) -> int:
 
 def train(
     rank: int, wrap: str, first: bool = False, ranks: str | None = "merge", parts: int = 1, every: int = EVERY
-) -> Saw:
+) -> RankResult:
     """A whole training. `first`: watched before it is wrapped; `parts`: micro-batches, all but one without sync."""
     world = distributed.get_world_size()
     model = make_model()
@@ -195,9 +196,11 @@ def train(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     counts = []
     for step in range(STEPS):
-        with Counting() as counting:
+        with CollectiveCounter() as counting:
             for part in range(parts):
-                quiet = called.no_sync() if part < parts - 1 and hasattr(called, "no_sync") else _nothing()
+                quiet = (
+                    called.no_sync() if part < parts - 1 and hasattr(called, "no_sync") else contextlib.nullcontext()
+                )
                 with quiet:
                     (loss_of(called(batch(step, batch_of(rank, wrap, world), part))) / parts).backward()
             optimizer.step()
@@ -211,18 +214,14 @@ def train(
     if w is not None:
         w.close()
     weights = [zoo.raw(_all_of(parameter)) for parameter in model.parameters()]
-    return Saw(frames, weights, stats, counts, sorted(os.listdir("run")) if Path("run").exists() else [], findings)
+    return RankResult(
+        frames, weights, stats, counts, sorted(os.listdir("run")) if Path("run").exists() else [], findings
+    )
 
 
-def both(rank: int, wrap: str, first: bool = False, parts: int = 1) -> tuple[Saw, Saw]:
+def both(rank: int, wrap: str, first: bool = False, parts: int = 1) -> tuple[RankResult, RankResult]:
     """The same training without a watch and with one."""
     return train(rank, wrap, ranks=None, parts=parts), train(rank, wrap, first, parts=parts)
-
-
-def _nothing() -> Any:
-    import contextlib
-
-    return contextlib.nullcontext()
 
 
 def _all_of(parameter: Tensor) -> Tensor:
@@ -244,8 +243,8 @@ def _quick(rank: int, steps: int) -> tuple[Any, nn.Module]:
     return w, model
 
 
-def looked_on(rank: int, wrap: str) -> tuple[list[list[Any]], int, tuple[str, ...], list[bytes]]:
-    """A training with everybody looking on: what was shown in each step, what went wrong, and the weights."""
+def with_collectors(rank: int, wrap: str) -> tuple[list[list[Any]], int, tuple[str, ...], list[bytes]]:
+    """A training with all collectors: the artifacts of each step, errors, messages and the weights."""
     model = make_model()
     called = WRAPS[wrap](model)
     kept = tbhooks.MemorySink()
@@ -261,8 +260,8 @@ def looked_on(rank: int, wrap: str) -> tuple[list[list[Any]], int, tuple[str, ..
     return shown, w.stats.errors, w.stats.messages, [zoo.raw(_all_of(parameter)) for parameter in model.parameters()]
 
 
-def told(rank: int, watching: Any) -> tuple[list[int], tuple[str, ...], list[float]]:
-    """The steps in the history, what was said, and of how many ranks each frame is."""
+def summary(rank: int, watching: Any) -> tuple[list[int], tuple[str, ...], list[float]]:
+    """The steps in the history, the messages, and the number of ranks in each frame."""
     frames = list(watching.history)
     return [f.step for f in frames], watching.stats.messages, [f.scalars.get("train.ranks", 1.0) for f in frames]
 
@@ -325,7 +324,7 @@ def ends(rank: int, how: str) -> Any:
         if how == "labels otherwise":
             w.step(100 + step + rank)
         slowest = max(slowest, time.monotonic() - before)
-    found = told(rank, w)
+    found = summary(rank, w)
     w.close()
     return *found, slowest, time.monotonic() - started
 
@@ -354,7 +353,7 @@ def paused(rank: int) -> Any:
         with w.paused() if rank == 1 and step == 2 else contextlib.nullcontext():
             loss_of(model(batch(step, rank))).backward()
             optimizer.step()
-    return [frame["up", "activation"].count for frame in w.history], *told(rank, w)
+    return [frame["up", "activation"].count for frame in w.history], *summary(rank, w)
 
 
 class Sometimes(nn.Module):
@@ -379,7 +378,7 @@ def sometimes(rank: int) -> Any:
         loss_of(model(batch(step, rank))).backward()
         optimizer.step()
     counts = [(f["always", "activation"].count, f["seldom", "activation"].count) for f in w.history]
-    return counts, *told(rank, w)
+    return counts, *summary(rank, w)
 
 
 def differing(rank: int, factor: float) -> Any:
@@ -410,7 +409,7 @@ def logging(rank: int) -> Any:
         w.log({"late": 100.0 * rank + step})
     w.flush()
     found = [dict(frame.scalars) for frame in w.history]
-    return found, *told(rank, w)
+    return found, *summary(rank, w)
 
 
 def dropping(rank: int) -> Any:
@@ -420,7 +419,7 @@ def dropping(rank: int) -> Any:
 
         worker.QUEUE_STEPS, worker.QUEUE_BYTES = 0, -1
     w, _model = _quick(rank, 5)
-    found = told(rank, w)
+    found = summary(rank, w)
     return [frame["up", "activation"].count for frame in w.history], w.stats.dropped, *found
 
 
@@ -430,7 +429,7 @@ def only_the_first_reads(rank: int) -> Any:
 
     ranks.MOST_FOR_ALL_GATHER = 0
     w, _model = _quick(rank, 5)
-    return [frame["up", "activation"].count for frame in w.history], *told(rank, w)
+    return [frame["up", "activation"].count for frame in w.history], *summary(rank, w)
 
 
 def ends_with_the_group(rank: int) -> Any:
@@ -439,7 +438,7 @@ def ends_with_the_group(rank: int) -> Any:
     w, _model = _quick(rank, 3)
     was_wrapped = distributed.destroy_process_group is not original
     distributed.destroy_process_group()
-    found = told(rank, w)
+    found = summary(rank, w)
     w.close()
     return was_wrapped, distributed.destroy_process_group is original, *found
 
@@ -522,7 +521,7 @@ def evaluating(rank: int) -> Any:
             model.eval()
             model(batch(step, rank))
             model.train()
-    steps, messages, ranks = told(rank, w)
+    steps, messages, ranks = summary(rank, w)
     w.close()
     return (
         steps,
@@ -645,7 +644,7 @@ def older_fsdp(rank: int, ranks: str) -> Any:
 
 
 def grouped_late(rank: int, ranks: str) -> Any:
-    """The process group is made after the watch, and nothing in the environment tells of it."""
+    """The process group is made after the watch, and nothing in the environment announces it."""
     from datetime import timedelta
 
     distributed.destroy_process_group()
@@ -663,7 +662,7 @@ def grouped_late(rank: int, ranks: str) -> Any:
 
 
 def terminated(rank: int) -> None:
-    """The first rank is told to end while it waits for another in a collective."""
+    """The first rank gets SIGTERM while it waits for another in a collective."""
     import signal
     import threading
     import time
@@ -707,7 +706,7 @@ def hung_at_close(rank: int) -> Any:
 
 def log_means(rank: int) -> list[tuple[dict[int, float], int, tuple[str, ...]]]:
     """What a rank of two wrote, its errors, and what it said: if it logs early, and if it logs late."""
-    told = []
+    results = []
     for place in ("early", "late"):
         model = nn.Linear(3, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -723,5 +722,5 @@ def log_means(rank: int) -> list[tuple[dict[int, float], int, tuple[str, ...]]]:
                 w.log({"loss": 10.0 * rank + step})
         w.close()
         values = {frame.step: frame.scalars["train/loss"] for frame in kept.frames if "train/loss" in frame.scalars}
-        told.append((values, w.stats.errors, w.stats.messages))
-    return told
+        results.append((values, w.stats.errors, w.stats.messages))
+    return results

@@ -86,10 +86,10 @@ def serving(directory: Path) -> Iterator[Lab]:
         port = observer.getsockname()[1]
     lab = Lab(f"http://127.0.0.1:{port}", secrets.token_hex(16), notebooks)
     flags = [f"--ServerApp.port={port}", f"--IdentityProvider.token={lab.token}", f"--ServerApp.root_dir={notebooks}"]
-    with (directory / "log").open("w") as told:
+    with (directory / "log").open("w") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "jupyterlab", *OPTIONS, *flags],
-            stdout=told, stderr=told, stdin=subprocess.DEVNULL, env=environment, cwd=notebooks,
+            stdout=output, stderr=output, stdin=subprocess.DEVNULL, env=environment, cwd=notebooks,
         )  # fmt: skip
     try:
         wait_for(lambda: process.poll() is not None or lab.answers(), "JupyterLab")

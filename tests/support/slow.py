@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 
+# Every test that pytest collected, those that `-m` leaves out as well.
+COLLECTED = pytest.StashKey[list[pytest.Item]]()
+
 
 def slow(reason: str, *, covered_by: str = "") -> pytest.MarkDecorator:
     """Leaves a test, or one of its cases, out of `make test`.

@@ -18,6 +18,8 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
+import tbhooks
+
 __all__ = ["ZOO", "Case", "Gan", "Trace", "count_graph_nodes", "gan_step", "hook_count", "moved", "train"]
 
 Batch = tuple[Any, ...]
@@ -113,6 +115,26 @@ def plain_loop(
         loss.backward()
         optimizer.step()
         each_step(step, loss)
+
+
+def copies_on_device(case: Case, begin: Callable[[nn.Module], tbhooks.Watch], steps: int = 5) -> list[int]:
+    """Trains on the simulated device with a watch that `begin` starts, and closes it.
+
+    Returns how many copies to the host there were after each step; a wait for the device fails.
+    """
+    from tests.support import fake_device  # it registers a backend, which not every process with a zoo should have
+
+    watches: list[tuple[tbhooks.Watch, nn.Module]] = []
+    counts: list[int] = []
+    with fake_device.Log() as record:
+        on_device = moved(case, fake_device.to_device, fake_device.put)
+        plain_loop(
+            on_device, steps, lambda model: watches.append((begin(model), model)),
+            lambda *_: counts.append(len(record.copies)),
+        )  # fmt: skip
+        assert record.syncs == 0
+    watches[0][0].close()
+    return counts
 
 
 def raw(tensor: Tensor) -> bytes:
@@ -734,3 +756,14 @@ ZOO: dict[str, Case] = {
         Case("mixtral", _MIXTRAL, _tokens, _language_loss),
     )
 }
+
+# What `make test` takes of the zoo where every case takes long: all small models, and of the large ones a convolutional
+# network, a transformer with checkpoints and a mixture of experts. The others are made of the same kinds of modules.
+LARGE = ("resnet", "vit", "gpt2", "gpt2_checkpointed", "bert", "albert", "t5", "llama", "mamba", "mixtral")
+ALWAYS = frozenset(ZOO) - frozenset(LARGE) | {"resnet", "gpt2_checkpointed", "mixtral"}
+# The least of it: a plain model, a convolution, an operation in place, a module called twice, recurrence, attention, an
+# output that is no tensor, keyword arguments, a checkpoint, sparse gradients and half precision.
+FEW = frozenset({
+    "mlp", "cnn", "inplace_relu", "shared_module", "lstm", "multihead", "dict_output", "kwargs_only", "checkpointed",
+    "sparse_embedding", "autocast",
+})  # fmt: skip

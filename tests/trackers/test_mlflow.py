@@ -17,7 +17,7 @@ from mlflow import MlflowClient
 import tbhooks
 from tbhooks.data.frame import Finding, Site
 from tbhooks.integrations.lightning import WatchCallback
-from tbhooks.sinks.mlflow import MOST_CHARACTERS, Names, cleaned
+from tbhooks.sinks.mlflow import MAX_NAME_LENGTH, Names, cleaned
 from tests.support.digits_training import make_net, same_bits, weights
 from tests.support.digits_training import train as train_on_digits
 from tests.support.frames import make_frame
@@ -97,7 +97,7 @@ def test_names_it_would_refuse_are_cleaned_and_no_two_become_one(run: Any) -> No
     sink.write(make_frame(1, {Site("a-0-", "weight"): [99.0], **data}))
     stored = MlflowClient().get_run(run.info.run_id).data.metrics
     assert sorted(stored.values()) == [*map(float, range(len(paths))), 99.0]
-    assert all(len(name) <= MOST_CHARACTERS for name in stored)
+    assert all(len(name) <= MAX_NAME_LENGTH for name in stored)
     assert stored["weight.max/a_0_"] == 2.0  # which can stay as it is
 
 

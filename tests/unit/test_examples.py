@@ -13,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tbhooks import runs
 from tbhooks.data.step_table import RANKS
+from tests.support.slow import slow
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -31,7 +32,13 @@ def run_by_torchrun(directory: Path, *arguments: str) -> subprocess.CompletedPro
     ("name", "steps", "logged", "said"),
     [
         ("ddp_digits", 41, [0, 20, 40], "gradient of the second convolution: norm "),
-        ("fsdp_gpt", 11, [0, 10], "blocks.0.up.weight: 16384 elements, norm "),
+        pytest.param(
+            "fsdp_gpt",
+            11,
+            [0, 10],
+            "blocks.0.up.weight: 16384 elements, norm ",
+            marks=slow("two more processes; test_run_scripts.py has a sharded training under torchrun"),
+        ),
     ],
 )
 def test_an_example_runs_on_two_processes_and_writes_one_run_of_both(

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.slow import cases
+
 pytest.importorskip("ipykernel")
 nbclient = pytest.importorskip("nbclient")
 nbformat = pytest.importorskip("nbformat")
@@ -136,7 +138,14 @@ def test_every_notebook_says_what_it_is_for() -> None:
     assert {file.stem for file in NOTEBOOKS} == set(SHOWS)
 
 
-@every_notebook
+@pytest.mark.parametrize(
+    "file",
+    cases(
+        {file.stem: file for file in NOTEBOOKS},
+        always={file.stem for file in NOTEBOOKS} - {"overhead"},
+        reason="it measures for half a minute what test_bench.py checks",
+    ),
+)
 def test_it_runs_and_shows_what_it_is_for(file: Path) -> None:
     for package in NEEDS.get(file.stem, ()):
         pytest.importorskip(package)

@@ -15,16 +15,8 @@ from torch.optim import SGD, AdamW
 
 from tests.support import fake_device, reference, zoo
 from tests.support.fake_device import DEVICE, FakeDeviceTensor, Log, put, to_device
+from tests.support.slow import COLLECTED, cases
 from tests.support.zoo import ZOO
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
 
 # --- The zoo --------------------------------------------------------------------------------------
 
@@ -124,6 +116,44 @@ def test_awkward_cases_are_awkward() -> None:
     sparse: Any = ZOO["sparse_embedding"].build()
     ZOO["sparse_embedding"].loss(sparse, ZOO["sparse_embedding"].batch()).backward()
     assert sparse[0].weight.grad.is_sparse
+
+
+# --- What make test leaves out ----------------------------------------------------------------------
+
+
+def slow_marks(request: pytest.FixtureRequest) -> dict[str, list[pytest.Mark | None]]:
+    """The marker `slow` of every case, or None, by test."""
+    if any("::" in argument for argument in request.config.args):
+        pytest.skip("only some cases were collected")
+    found: dict[str, list[pytest.Mark | None]] = {}
+    for item in request.config.stash[COLLECTED]:
+        found.setdefault(item.nodeid.partition("[")[0], []).append(item.get_closest_marker("slow"))
+    return found
+
+
+def test_every_slow_case_says_why(request: pytest.FixtureRequest) -> None:
+    marks = {test: [mark for mark in each if mark is not None] for test, each in slow_marks(request).items()}
+    assert not [test for test, each in marks.items() if not all(mark.kwargs.get("reason") for mark in each)]
+
+
+def test_every_test_keeps_a_case_in_make_test_or_names_the_test_that_covers_it(request: pytest.FixtureRequest) -> None:
+    names = {test.partition("::")[2].split("::")[0] for test in slow_marks(request)}
+    whole = len(names) > 1000  # and not some files alone
+    for test, marks in slow_marks(request).items():
+        if None not in marks:
+            covered_by = {mark.kwargs.get("covered_by") for mark in marks if mark is not None}
+            assert all(covered_by), f"{test} has no case in make test, and does not say what covers it"
+            assert not whole or covered_by <= names, f"{test} is covered by {covered_by}, which there is not"
+
+
+def test_cases_are_slow_but_for_those_that_are_named() -> None:
+    plain, left_out = cases({"a": 1, "b": 2}, always={"a"}, reason="long")
+    assert (plain.values, plain.id, [*plain.marks]) == ((1,), "a", [])
+    assert (left_out.values, left_out.id, left_out.marks[0].kwargs["reason"]) == ((2,), "b", "long")
+    with pytest.raises(ValueError, match="no such case"):
+        cases(["a"], always={"b"}, reason="long")
+    with pytest.raises(ValueError, match="at least one"):
+        cases(["a"], always=(), reason="long")
 
 
 # --- Reference statistics -------------------------------------------------------------------------

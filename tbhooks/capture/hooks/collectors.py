@@ -7,8 +7,8 @@ the host with the step, and made into artifacts in the background. Without colle
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -16,6 +16,8 @@ from tbhooks.capture.packed_step import ArtifactBuilder, Read
 from tbhooks.capture.recorder import Recorder
 from tbhooks.data.artifacts import Artifact
 from tbhooks.data.self_report import Report
+
+Result = TypeVar("Result")
 
 
 class Collector(Protocol):
@@ -85,63 +87,43 @@ class Collectors:
         self.subscription_version += 1
 
     def attach(self, modules: Mapping[str, nn.Module]) -> None:
-        for collector in self._all:
-            if isinstance(collector, HasHooks):
-                with self._guarded(collector):
-                    collector.attach(modules)
+        self._each(lambda collector: collector.attach(modules) if isinstance(collector, HasHooks) else None)
 
     def detach(self) -> None:
-        for collector in self._all:
-            if isinstance(collector, HasHooks):
-                with self._guarded(collector):
-                    collector.detach()
+        self._each(lambda collector: collector.detach() if isinstance(collector, HasHooks) else None)
 
     def wants(self, path: str, module: nn.Module) -> bool:
         """Asks every collector, even after one has said yes: each may keep what it wants."""
-        wanted = False
-        for collector in self._all:
-            with self._guarded(collector):  # patterns may be calls of the user's
-                wanted = collector.wants(path, module) or wanted
-        return wanted
+        return any(self._each(lambda collector: collector.wants(path, module)))
 
     def wants_inputs(self, path: str, module: nn.Module) -> bool:
-        wanted = False
-        for collector in self._all:
-            with self._guarded(collector):
-                wanted = collector.wants_inputs(path, module) or wanted
-        return wanted
+        return any(self._each(lambda collector: collector.wants_inputs(path, module)))
 
     def begin(self) -> None:
-        for collector in self._all:
-            with self._guarded(collector):
-                collector.begin()
+        self._each(lambda collector: collector.begin())
 
     def on_tensor(self, path: str, kind: str, index: str, tensor: Tensor) -> None:
-        for collector in self._all:
-            with self._guarded(collector):
-                collector.on_tensor(path, kind, index, tensor)
+        self._each(lambda collector: collector.on_tensor(path, kind, index, tensor))
 
     def end(self, recorder: Recorder) -> None:
-        for collector in self._all:
-            with self._guarded(collector):
-                collector.end(recorder)
+        self._each(lambda collector: collector.end(recorder))
 
     def forget(self) -> None:
-        for collector in self._all:
-            with self._guarded(collector):
-                collector.forget()
+        self._each(lambda collector: collector.forget())
 
-    @contextlib.contextmanager
-    def _guarded(self, collector: Collector) -> Iterator[None]:
-        """Removes a collector that fails."""
-        try:
-            yield
-        except Exception as problem:
-            self._all = tuple(other for other in self._all if other is not collector)
-            if isinstance(collector, HasHooks):
-                with contextlib.suppress(Exception):
-                    collector.detach()
-            self._report.error(type(collector).__name__, problem)
+    def _each(self, call: Callable[[Collector], Result]) -> list[Result]:
+        """The results of calling all collectors. One that raises is removed."""
+        results = []
+        for collector in self._all:
+            try:
+                results.append(call(collector))
+            except Exception as problem:
+                self._all = tuple(other for other in self._all if other is not collector)
+                if isinstance(collector, HasHooks):
+                    with contextlib.suppress(Exception):
+                        collector.detach()
+                self._report.error(type(collector).__name__, problem)
+        return results
 
 
 def guarded(make: ArtifactBuilder, report: Report, where: str) -> ArtifactBuilder:

@@ -118,7 +118,7 @@ class ForwardEvent:
 
     def _call(self, subscriptions: list[Subscription], count: Callable[[], Sizes]) -> None:
         model = self._model()
-        if model is None or in_backward():
+        if model is None or self._is_paused or in_backward():  # where hooks are compiled, this one stays in a pause
             return
         for each in subscriptions:
             if each in self._subscriptions:  # one of those before may have cancelled it

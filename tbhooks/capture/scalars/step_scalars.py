@@ -38,9 +38,11 @@ class StepScalars:
     ) -> None:  # fmt: skip
         self.means = MeansWriter(model, observer, context, submit)
         self.metrics = TrainingMetrics(model, groups, forwards)
+        self.is_used = False
+        """Whether the user has ever logged a scalar."""
         self._recorder = recorder
         self._observer = observer
-        self._rank, self._is_merged = context.rank, context.team is not None
+        self._rank, self._is_merged = context.rank, context.rank_group is not None
         self._submit = submit
         self._logged_after_step: set[str] = set()
         # Whether the user has ever logged a device scalar to a step that had ended.
@@ -53,6 +55,7 @@ class StepScalars:
         if self.means.every is not None:
             self.means.add(tag, value)
             return
+        self.is_used = True
         step.was_skipped = step.was_skipped and not self._observer.called
         if step.was_skipped:
             return

@@ -73,7 +73,7 @@ class Replay:
         self._on_nonfinite = on_nonfinite
         self._was_nonfinite = False
         self._report = report
-        self._passes: list[_Pass] = []
+        self.passes: list[_Pass] = []
         self._handles: list[RemovableHandle] = []
         self._is_enabled = self._is_running = False
 
@@ -89,10 +89,10 @@ class Replay:
     def stop(self) -> None:
         for handle in self._handles:
             handle.remove()
-        self._handles, self._passes = [], []
+        self._handles, self.passes = [], []
 
     def step_ended(self) -> None:
-        self._passes = []
+        self.passes = []
 
     @dynamo_disable
     def _forward_begins(self, model: nn.Module, args: Any, kwargs: Any) -> None:
@@ -100,17 +100,17 @@ class Replay:
             with self._report.guarded("keeping a forward to replay"), torch.no_grad():
                 devices = {parameter.device.type for parameter in model.parameters()} | {"cpu"}
                 autocast = [(d, torch.get_autocast_dtype(d)) for d in sorted(devices) if torch.is_autocast_enabled(d)]
-                self._passes.append(_Pass(args, kwargs, Snapshot(model, hooks=False), autocast))
+                self.passes.append(_Pass(args, kwargs, Snapshot(model, hooks=False), autocast))
 
     @dynamo_disable
     def _forward_ended(self, model: nn.Module, args: Any, output: Any) -> None:
-        if not model.training or self._is_running or in_backward() or not self._passes:
+        if not model.training or self._is_running or in_backward() or not self.passes:
             return
         with self._report.guarded("keeping a backward to replay"):
             for index, tensor in tensor_tree.tensors(output):
-                self._passes[-1].finite.append(tensor.detach().isfinite().all())
+                self.passes[-1].finite.append(tensor.detach().isfinite().all())
                 if tensor.requires_grad and not tensor.is_leaf:
-                    hook_tensor(tensor, partial(_keep_gradient, self._passes[-1].gradients, index))
+                    hook_tensor(tensor, partial(_keep_gradient, self.passes[-1].gradients, index))
 
     def check(self, optimizer: Optimizer, step: int) -> None:
         """Checks the gradients before an optimizer's step, which waits for the device. Of several steps in a row with
@@ -134,7 +134,7 @@ class Replay:
     def _origin(self) -> NonFiniteOrigin:
         """Runs the step again and returns the first site that is not finite."""
         model = self._model()
-        if model is None or not self._passes:
+        if model is None or not self.passes:
             return NonFiniteOrigin(None, f"the step's inputs were not recorded: {UNKNOWN}")
         if sharded_tensors.needs_others_to_run(model):
             return NonFiniteOrigin(None, f"the model cannot run on one rank alone: {UNKNOWN}")
@@ -148,15 +148,15 @@ class Replay:
             self._is_running = False
         if not frames:
             return NonFiniteOrigin(None, f"no module was called when the step was run again: {UNKNOWN}")
-        gradients = [gradient for each in self._passes for gradient in each.gradients.values()]
+        gradients = [gradient for each in self.passes for gradient in each.gradients.values()]
         origin = _first_nonfinite(frames[-1], from_the_loss=not all(g.isfinite().all() for g in gradients))
-        was_finite = all(finite for each in self._passes for finite in each.finite)
+        was_finite = all(finite for each in self.passes for finite in each.finite)
         if not was_finite and (origin.site is None or origin.site.kind != "activation"):
             return NonFiniteOrigin(None, f"an output was not finite, but is when the step is run again: {UNKNOWN}")
         return origin
 
     def _run_again(self, model: nn.Module) -> Sequence[Frame]:
-        inputs = [tensor for each in self._passes for _, tensor in tensor_tree.inputs(each.args, each.kwargs)]
+        inputs = [tensor for each in self.passes for _, tensor in tensor_tree.inputs(each.args, each.kwargs)]
         with (
             _without_hooks(self._observer),
             preserved(model, {}, more=inputs) as unrestored,
@@ -164,7 +164,7 @@ class Replay:
             _every_module_recorded(model) as recorder,
             sharded_tensors.alone(),
         ):
-            for each in self._passes:
+            for each in self.passes:
                 _run_pass(model, each)
             frames = recorder.pack(0, 0).frames()
         for note in unrestored:

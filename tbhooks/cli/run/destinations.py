@@ -16,7 +16,7 @@ from tbhooks.api import writers
 from tbhooks.cli.run.options import Target
 from tbhooks.data.frame import Frame
 from tbhooks.data.remote import below, is_remote
-from tbhooks.sinks.flush_hooks import drain_first
+from tbhooks.sinks.flush_hooks import call_before
 from tbhooks.sinks.tensorboard import TensorBoardSink
 
 # Where writers are made by writers.
@@ -37,7 +37,7 @@ class Destinations:
     def writer_made(self, writer: Any, drain: Callable[[], None]) -> None:
         """Tells of a SummaryWriter; whatever is on its way comes before the script flushes or closes it."""
         self._writers.append(weakref.ref(writer))
-        drain_first(writer, drain, before=("flush", "close"))
+        call_before(writer, ("flush", "close"), drain)
 
     def of(self, name: str) -> Any:
         """A writer or a directory for a model, below the others' if it has a name."""

@@ -47,7 +47,8 @@ def about_module(path: str, module: nn.Module) -> dict[str, str]:
 
 
 def _direct(module: nn.Module) -> list[tuple[str, Tensor]]:
-    return [(name, p) for name, p in module._parameters.items() if p is not None and not is_lazy(p)]
+    parameters = module._parameters
+    return [(name, p) for name, p in parameters.items() if p is not None and not is_lazy(p)]
 
 
 def _trainable(parameters: list[nn.Parameter]) -> str:

@@ -1,4 +1,5 @@
 """Which box a tensor came out of. Tensors are known by their identity and version, and none is kept alive."""
+# ruff: noqa: SLF001  a tensor's version and base have no public names
 
 from __future__ import annotations
 

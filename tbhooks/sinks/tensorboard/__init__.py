@@ -1,8 +1,8 @@
-"""Frames into TensorBoard: one Event a step, through the user's own SummaryWriter.
+"""Writes frames to TensorBoard: one Event per step, through the user's own SummaryWriter.
 
-A second event file in the same run would hide the user's scalars under TensorBoard's Python loader,
-so nothing is opened beside what the user gave. Stock scalars and histograms are few and readable; the
-rest of the frame goes into one tensor a kind, for tools.
+A second event file in the same run would hide the user's scalars from TensorBoard's Python loader, so none is opened.
+An Event has a few scalars and histograms for TensorBoard's own tabs, and all numbers of the frame in one tensor per
+kind for the plugin and `tbhooks.runs`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from tensorboard.compat.proto import summary_pb2
 from tensorboard.summary.writer import record_writer
 
 from tbhooks.data.frame import Frame, Site
-from tbhooks.sinks.flush_hooks import drain_first
-from tbhooks.sinks.scalar_selection import places_of
+from tbhooks.sinks.flush_hooks import call_before
+from tbhooks.sinks.scalar_selection import indices_of
 from tbhooks.sinks.tensorboard import artifacts, protobuf
 from tbhooks.sinks.tensorboard.event_files import event_file
 from tbhooks.sinks.tensorboard.event_writer import fast_crc, sender
@@ -40,21 +40,27 @@ __all__ = [
     "encode_values", "record_writer", "scalar_table",
 ]  # fmt: skip
 
-# Training and evaluation, with and without some branch: more than a few kinds of step no loop alternates between.
-MOST_PLANS = 8
+# A loop alternates between a few lists of sites: training, evaluation, with and without some branch.
+MAX_PLANS = 8
 
 Key = TypeVar("Key")
 Made = TypeVar("Made")
 
 
 class TensorBoardSink:
-    """Writes to a torch or tensorboardX SummaryWriter, or to one of its own when given a directory."""
+    """Writes to a SummaryWriter of torch or tensorboardX.
+
+    Args:
+        writer: the SummaryWriter, which stays open; or a directory, for which one is opened and closed with the sink.
+        scalars: the statistics that become TensorBoard scalars, as in `watch`.
+
+    """
 
     def __init__(self, writer: Any, scalars: object = "core") -> None:
         self._scalars = scalar_table(scalars)
         self._owned = isinstance(writer, str | Path)
         self._writer = _open(writer) if self._owned else writer
-        self._events = self._writer._get_file_writer().event_writer
+        self._events = self._writer._get_file_writer().event_writer  # noqa: SLF001  the only way to its file
         self._send = sender(self._writer)
         self._crc = fast_crc(self._writer)
         self._crc.acquire(self)
@@ -70,13 +76,13 @@ class TensorBoardSink:
         """The run's directory."""
         return str(getattr(self._writer, "log_dir", None) or self._writer.logdir)
 
-    def drain_before_close(self, drain: Callable[[], None]) -> None:
-        """Has `drain` called when the user flushes or closes the writer, so that nothing comes too late."""
+    def flush_before_close(self, flush: Callable[[], None]) -> None:
+        """Calls `flush` before the user flushes or closes the writer, so that all logged steps get there."""
         if not self._owned:
-            self._unhook = drain_first(self._writer, drain, before=("flush", "close"))
+            self._unhook = call_before(self._writer, ("flush", "close"), flush)
 
     def last_step(self) -> int | None:
-        """The newest step of an earlier start of this run; None if there is none."""
+        """The newest step in the directory, as after a restart; None if there is none."""
         from tensorboard.backend.event_processing.event_file_loader import EventFileLoader  # noqa: PLC0415
         from tensorboard.compat import tf  # noqa: PLC0415  only after a restart
 
@@ -88,21 +94,21 @@ class TensorBoardSink:
         return max(ours, default=None)
 
     def write(self, frame: Frame) -> None:
-        """Hands the frame to the operating system. What fails is forgotten, and the next one goes behind it."""
-        found = self._findings.told
+        """Writes a frame and flushes it to the operating system. A frame that fails is dropped."""
+        written = self._findings.written
         try:
-            self._file.mend()
-            summary = self._encoded(frame)
+            self._file.repair()
+            summary = self._encode(frame)
             if not summary:
                 return
             if self.is_closed:
                 raise OSError("the SummaryWriter was closed before the watch")
             self._send(protobuf.event(frame.time, frame.step, summary))
-            self._file.hand_over()
+            self._file.flush()
         except Exception:
-            self._file.failed()
-            self._findings.told = found
-            for layout in self._layouts.values():  # the description of a tag may have been in what was lost
+            self._file.mark_failed()
+            self._findings.written = written
+            for layout in self._layouts.values():  # the lost event may have had the metadata of a tag
                 layout.describe_again()
             raise
 
@@ -121,20 +127,20 @@ class TensorBoardSink:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the user has closed what it writes to."""
+        """Whether the user has closed the writer."""
         inner = getattr(self._events, "_async_writer", self._events)
         return bool(getattr(inner, "_closed", False))
 
-    def _encoded(self, frame: Frame) -> bytes:
-        """The frame's summary: first what there is much of, as bytes; then the rest, as protobuf makes it."""
+    def _encode(self, frame: Frame) -> bytes:
+        """The frame's summary: scalars and histograms encoded as bytes, the rest by protobuf."""
         plan, rest = self._plans[frame.sites], summary_pb2.Summary()
         plan.add_tensors(frame, rest)
         self._findings.add(frame.findings, rest)
         if frame.artifacts:
             run = artifacts.Run(self.destination, frame.time, frame.step, self._send, self.flush, self._layouts)
             artifacts.write(frame.artifacts, rest, run)
-        logged = self._templates[tuple(frame.scalars)].filled(np.array(list(frame.scalars.values()), dtype=np.float64))
-        parts = (logged, plan.scalars.encoded(frame), plan.histograms.encoded(frame), rest.SerializeToString())
+        logged = self._templates[tuple(frame.scalars)].encode(np.array(list(frame.scalars.values()), dtype=np.float64))
+        parts = (logged, plan.scalars.encode(frame), plan.histograms.encode(frame), rest.SerializeToString())
         return b"".join(parts)
 
     def _plan(self, sites: tuple[Site, ...]) -> _Plan:
@@ -142,7 +148,7 @@ class TensorBoardSink:
 
 
 class _Plan:
-    """Everything about a list of sites that is the same in every step that has just these."""
+    """What is the same in every step with a certain list of sites."""
 
     def __init__(self, sites: tuple[Site, ...], scalars: SiteScalars, layouts: dict[str, Layout]) -> None:
         self.scalars = scalars
@@ -151,15 +157,15 @@ class _Plan:
         for kind in dict.fromkeys(site.kind for site in sites):
             rows = [i for i, site in enumerate(sites) if site.kind == kind]
             layout = layouts.setdefault(kind, Layout(kind))
-            self._kinds.append((layout, places_of(rows), layout.places([sites[i] for i in rows])))
+            self._kinds.append((layout, indices_of(rows), layout.positions([sites[i] for i in rows])))
 
     def add_tensors(self, frame: Frame, summary: summary_pb2.Summary) -> None:
-        for layout, rows, places in self._kinds:
-            layout.add(frame, rows, places, summary)
+        for layout, rows, positions in self._kinds:
+            layout.add(frame, rows, positions, summary)
 
 
 class _Recent(Generic[Key, Made]):
-    """What was made of the last few keys. They are compared, not hashed: most are the last one, site by site."""
+    """A cache of the last few keys. Keys are compared, not hashed: most equal the last one, site by site."""
 
     def __init__(self, make: Callable[[Key], Made]) -> None:
         self._make = make
@@ -169,13 +175,13 @@ class _Recent(Generic[Key, Made]):
         found = next((i for i, (known, _) in enumerate(self._kept) if known == key), None)
         made = (key, self._make(key)) if found is None else self._kept.pop(found)
         self._kept.insert(0, made)
-        del self._kept[MOST_PLANS:]
+        del self._kept[MAX_PLANS:]
         return made[1]
 
 
 def _open(directory: str | Path) -> Any:
-    from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415  slow to import, and not always needed
+    from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415  slow to import, and only needed here
 
     where = str(directory)
-    # Every record opens the file anew: a later chdir must not send it elsewhere.
+    # Absolute, because the file is reopened for each record and the working directory may change.
     return SummaryWriter(where if "://" in where else str(Path(where).expanduser().absolute()))

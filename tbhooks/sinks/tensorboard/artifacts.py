@@ -1,6 +1,6 @@
-"""What goes along with a frame, as TensorBoard shows it: a table of what writes each kind.
+"""Writes the artifacts of a frame: a table with one function per type.
 
-Most become values of the step's own event; some need an event or files of their own, for which the run is handed on.
+Most become values of the step's event; graphs and embeddings need a separate event or files.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from tensorboard.compat.proto import summary_pb2
 from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 
 from tbhooks.data.artifacts import Artifact, Channels, Embedding, Graph, Hyperparameters, Picture, RunEnded, Text
-from tbhooks.sinks.tensorboard import embeddings, frame_tensors, graphs, images, texts
+from tbhooks.sinks.tensorboard import embeddings, frame_tensors, graphs, images
 from tbhooks.sinks.tensorboard.frame_tensors import Layout
-from tbhooks.sinks.tensorboard.protobuf import utf8
+from tbhooks.sinks.tensorboard.protobuf import plugin_metadata, strings, utf8
 
 
 class Run(NamedTuple):
-    """Where a run lies, the step that is being written, what takes the bytes of an event of its own, and what has
-    all events so far on disk.
+    """The run and the step that is being written.
 
-    The layouts are those of the run's frame tensors so far, by kind.
+    `send` writes the bytes of a separate event, `flush` all events so far. `layouts` are those of the run's frame
+    tensors, by kind.
     """
 
     directory: str
@@ -36,13 +36,21 @@ _TYPES = {str: api_pb2.DATA_TYPE_STRING, bool: api_pb2.DATA_TYPE_BOOL, float: ap
 _FIELDS = {str: "string_value", bool: "bool_value", float: "number_value"}
 
 
-def write_start(asked: Hyperparameters, summary: summary_pb2.Summary, run: Run) -> None:
-    """Columns without a domain: other runs may have other values."""
-    values = {utf8(name): utf8(value) if isinstance(value, str) else value for name, value in asked.values.items()}
+def write_text(text: Text, summary: summary_pb2.Summary, _run: Run) -> None:
+    """Markdown for the TEXT tab."""
+    content = text.markdown.encode(errors="replace")
+    summary.value.add(tag=f"{text.tag}/text_summary", tensor=strings([content]), metadata=plugin_metadata("text"))
+
+
+def write_start(hyperparameters: Hyperparameters, summary: summary_pb2.Summary, run: Run) -> None:
+    """The hyperparameters for the HPARAMS tab; their columns have no domain, because other runs have other values."""
+    values = {
+        utf8(name): utf8(value) if isinstance(value, str) else value for name, value in hyperparameters.values.items()
+    }
     experiment = api_pb2.Experiment(
         time_created_secs=run.time,
         hparam_infos=[api_pb2.HParamInfo(name=name, type=_TYPES[type(v)]) for name, v in values.items()],
-        metric_infos=[api_pb2.MetricInfo(name=api_pb2.MetricName(tag=utf8(tag))) for tag in asked.metrics],
+        metric_infos=[api_pb2.MetricInfo(name=api_pb2.MetricName(tag=utf8(tag))) for tag in hyperparameters.metrics],
     )
     start = plugin_data_pb2.SessionStartInfo(start_time_secs=run.time)
     for name, value in values.items():
@@ -52,7 +60,7 @@ def write_start(asked: Hyperparameters, summary: summary_pb2.Summary, run: Run) 
 
 
 def write_end(ended: RunEnded, summary: summary_pb2.Summary, run: Run) -> None:
-    """How it went."""
+    """The status of the run for the HPARAMS tab."""
     status = api_pb2.STATUS_FAILURE if ended.failed else api_pb2.STATUS_SUCCESS
     end = plugin_data_pb2.SessionEndInfo(status=status, end_time_secs=run.time)
     _add(metadata.SESSION_END_INFO_TAG, plugin_data_pb2.HParamsPluginData(session_end_info=end), summary)
@@ -64,7 +72,7 @@ def _add(tag: str, content: plugin_data_pb2.HParamsPluginData, summary: summary_
 
 Write = Callable[[Any, summary_pb2.Summary, Run], None]
 WRITERS: dict[type, Write] = {
-    Text: texts.write,
+    Text: write_text,
     Graph: graphs.write,
     Picture: images.write,
     Channels: frame_tensors.write,
@@ -75,7 +83,7 @@ WRITERS: dict[type, Write] = {
 
 
 def _once(artifacts: Iterable[Artifact]) -> Iterator[Artifact]:
-    """Of pictures and graphs that two calls asked for, one: an event has one value a tag."""
+    """Drops images and graphs that were requested twice: an event has one value per tag."""
     written: set[tuple[type, str]] = set()
     for artifact in artifacts:
         if isinstance(artifact, Picture | Graph):
@@ -87,6 +95,6 @@ def _once(artifacts: Iterable[Artifact]) -> Iterator[Artifact]:
 
 
 def write(artifacts: Iterable[Artifact], summary: summary_pb2.Summary, run: Run) -> None:
-    """Into the summary of the step's event, or beside it."""
+    """Writes artifacts into the summary of the step's event, or beside it."""
     for artifact in frame_tensors.joined(_once(artifacts)):
         WRITERS[type(artifact)](artifact, summary, run)

@@ -1,7 +1,7 @@
-"""Points for TensorBoard's PROJECTOR tab, which reads files beside the run: an entry a layer and step.
+"""Embeddings for TensorBoard's PROJECTOR tab, which reads files beside the run: one entry per layer and step.
 
-Files are complete before they have their name. What SummaryWriter.add_embedding or others have listed stays listed.
-Only where the run lies in a local directory; trouble with these files costs none of the step's numbers.
+Files are renamed once they are complete. Entries of SummaryWriter.add_embedding stay listed. Embeddings are written
+only for a local run directory; a problem with these files is logged and does not affect the step's numbers.
 """
 
 from __future__ import annotations
@@ -25,21 +25,16 @@ from tbhooks.sinks.tensorboard.images import png
 from tbhooks.sinks.tensorboard.protobuf import utf8
 
 CONFIG, FOLDER, ENTRY = "projector_config.pbtxt", "embeddings", "entry.pbtxt"
-# Entries of one layer: the first stays, and the newest of the others.
-MOST_ENTRIES = 20
+# The number of entries per layer: the first is kept, and the newest of the others.
+MAX_ENTRIES = 20
 _LONGEST_NAME = 100
 
 logger = logging.getLogger("tbhooks")
 
 
-def is_local(directory: str) -> bool:
-    """Whether files can be written there."""
-    return "://" not in directory
-
-
 def write(embedding: Embedding, _summary: object, run: Any) -> None:
-    """Files below the run's directory, and a line in the tab's list."""
-    if not is_local(run.directory):
+    """Writes the files of an embedding and lists it in the tab's configuration."""
+    if "://" in run.directory:
         return
     try:
         where = Path(run.directory)
@@ -82,7 +77,7 @@ def _write_entry(embedding: Embedding, step: int, where: Path, layer: Path) -> N
 
 
 def sprite(thumbnails: Pixels) -> Pixels:
-    """All side by side in a square, as the tab expects them."""
+    """All thumbnails in a square grid, as the tab expects them."""
     n, tall, wide, _ = thumbnails.shape
     side = int(np.ceil(np.sqrt(n)))
     canvas = np.zeros((side * side, tall, wide, 3), dtype=np.uint8)
@@ -96,12 +91,12 @@ def _entries(layer: Path) -> list[Path]:
 
 
 def _drop_old(layer: Path) -> None:
-    for path in _entries(layer)[1 : 1 - MOST_ENTRIES]:
+    for path in _entries(layer)[1 : 1 - MAX_ENTRIES]:
         shutil.rmtree(path, ignore_errors=True)
 
 
 def _list_all(where: Path) -> None:
-    """Ours as they are on disk, behind what others have listed: a SummaryWriter forgets all but its own."""
+    """Lists the entries on disk after those of others: a SummaryWriter overwrites the list with its own."""
     config, place = ProjectorConfig(), where / CONFIG
     if place.exists():
         text_format.Parse(place.read_text(encoding="utf-8"), config)

@@ -1,8 +1,9 @@
-"""The user's SummaryWriter: how an Event's bytes get into its own file.
+"""Sends serialized Events to the user's SummaryWriter, which keeps their order and does the locking.
 
-Order and locking stay the writer's. That it takes bytes is private to torch, TensorBoard and tensorboardX, so
-it is tried on a stand-in first; a writer that does anything else gets the Event as the object it expects.
+Which method takes bytes is private to torch, TensorBoard and tensorboardX, so it is first tried on a stand-in. Any
+other writer gets the Event as an object.
 """
+# ruff: noqa: SLF001  the public methods take objects, which would have to be serialized a second time
 
 from __future__ import annotations
 
@@ -20,16 +21,16 @@ Send = Callable[[bytes], None]
 
 
 def sender(writer: Any) -> Send:
-    """What takes the bytes of an Event for a writer's own file."""
+    """A function that sends the bytes of an Event to a writer's file."""
     events = writer._get_file_writer().event_writer
-    if not _is_of_tensorboardx(writer):
+    if not _is_tensorboardx(writer):
         return _to_tensorboard(events)
     from tensorboardX import event_file_writer as theirs  # noqa: PLC0415  only if the user has it
 
     return _to_tensorboardx(events, theirs)
 
 
-def _is_of_tensorboardx(writer: Any) -> bool:
+def _is_tensorboardx(writer: Any) -> bool:
     return any(base.__module__.partition(".")[0] == "tensorboardX" for base in type(writer).__mro__)
 
 
@@ -40,7 +41,7 @@ def _to_tensorboard(events: Any) -> Send:
 
 
 def _to_tensorboardx(events: Any, theirs: Any) -> Send:
-    # Past its own queue, which its flush() does not wait for: this thread may wait.
+    # Bypasses its queue, which its flush() does not wait for. The worker thread may block.
     file = events._ev_writer
     if _is_stock(file, theirs.EventsWriter, "write_event", "_write_serialized_event"):
         return file._write_serialized_event  # type: ignore[no-any-return]
@@ -48,42 +49,46 @@ def _to_tensorboardx(events: Any, theirs: Any) -> Send:
 
 
 def _is_stock(writer: Any, stock: type, method: str, inner: str) -> bool:
-    """Whether a writer's method is the one it came with, and does nothing but hand the bytes to `inner`."""
-    return type(writer) is stock and method not in vars(writer) and _hands_on_bytes(getattr(stock, method), inner)
+    """Whether a writer's method is the original one and only passes the bytes to `inner`."""
+    return type(writer) is stock and method not in vars(writer) and _passes_bytes(getattr(stock, method), inner)
 
 
 @lru_cache(maxsize=4)
-def _hands_on_bytes(method: Callable[[Any, Any], Any], inner: str) -> bool:
-    taken: list[bytes] = []
-    stand_in: Any = taken.append
+def _passes_bytes(method: Callable[[Any, Any], Any], inner: str) -> bool:
+    received: list[bytes] = []
+    stand_in: Any = received.append
     for name in reversed(inner.split(".")):
         stand_in = SimpleNamespace(**{name: stand_in})
     event = method.__globals__["event_pb2"].Event(step=7)
     try:
         method(stand_in, event)
-    except Exception:  # whatever it needed, it is not what is known here
+    except Exception:  # it needs something else: not the known method
         return False
-    return taken == [event.SerializeToString()]
+    return received == [event.SerializeToString()]
 
 
 _SAMPLES = (b"", b"\x00", b"tbhooks", bytes(range(256)) * 5)
 
 
 def fast_crc(writer: Any) -> Patch:
-    """The patch that has the records of this writer's package checked by the C checksum, for a sink to hold."""
-    return TENSORBOARDX_CRC if _is_of_tensorboardx(writer) else TENSORBOARD_CRC
+    """The patch that replaces the Python checksum of this writer's package by the one in C."""
+    return TENSORBOARDX_CRC if _is_tensorboardx(writer) else TENSORBOARD_CRC
 
 
 def crc_patch(module: str, tried_with: str) -> Patch:
-    """Replaces the pure Python `masked_crc32c` of a module, if the C checksum gives the same bits."""
-    return wrapping(module, "masked_crc32c", _fast, tried_with, accepts=_gives_the_same_bits)
+    """Replaces `masked_crc32c` of a module by the C implementation, if the two agree.
+
+    TensorBoard computes the checksum in Python, which takes most of the time of a write.
+    """
+    return wrapping(module, "masked_crc32c", _fast, tried_with, accepts=agrees_with)
 
 
 def _fast(_wrapped: Any, _instance: Any, args: Any, _kwargs: Any) -> int:
-    return _masked(bytes(args[0]))
+    return masked_crc32c(bytes(args[0]))
 
 
-def _masked(data: bytes) -> int:
+def masked_crc32c(data: bytes) -> int:
+    """The checksum of records in event files, computed in C; needs google_crc32c."""
     crc: int = _google_crc32c().value(data)
     return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
 
@@ -91,16 +96,17 @@ def _masked(data: bytes) -> int:
 @cache
 def _google_crc32c() -> Any:
     try:
-        import google_crc32c  # noqa: PLC0415  without it everything works, slower
+        import google_crc32c  # noqa: PLC0415  optional: only faster
     except ImportError:
         return None
     return google_crc32c
 
 
-def _gives_the_same_bits(stock: Callable[[bytes], int] | None) -> bool:
+def agrees_with(stock: Callable[[bytes], int] | None) -> bool:
+    """Whether the C implementation is available and gives the same checksums."""
     if stock is None or _google_crc32c() is None:
         return False
-    return all(_masked(sample) == stock(sample) for sample in _SAMPLES)
+    return all(masked_crc32c(sample) == stock(sample) for sample in _SAMPLES)
 
 
 TENSORBOARD_CRC = crc_patch("tensorboard.summary.writer.record_writer", "tensorboard 2.21")

@@ -1,7 +1,6 @@
-"""Findings as TensorBoard stores them: text that its TEXT tab shows, and data that reads back as Findings.
+"""Findings in event files: as markdown for TensorBoard's TEXT tab, and as JSON that is read back.
 
-The text is markdown to TensorBoard, so whatever comes from a model (names, messages) is escaped to stay
-text. Nothing here opens a file, and nothing read here is executed.
+Names and messages are escaped, so that TensorBoard does not interpret them as markdown.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from tensorboard.compat.proto import summary_pb2
 
 from tbhooks.data.frame import Finding, Site
 from tbhooks.data.jsonable import parse_number, to_jsonable
-from tbhooks.sinks.tensorboard.texts import metadata, strings
+from tbhooks.sinks.tensorboard.protobuf import plugin_metadata, strings
 
 DATA_TAG = "tbhooks/findings"
 TEXT_TAG = "tbhooks/findings/text_summary"
@@ -25,36 +24,36 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]+")
 
 
 class FindingWriter:
-    """Adds a frame's findings to its event: always as data, as text only the first time a rule meets a site."""
+    """Adds a frame's findings to its event: always as JSON, and as text only once for each rule and site."""
 
     def __init__(self) -> None:
-        self.told: frozenset[tuple[str, Site | None]] = frozenset()
-        """What there is a text of already."""
+        self.written: frozenset[tuple[str, Site | None]] = frozenset()
+        """The rules and sites whose text has been written."""
 
     def add(self, findings: Sequence[Finding], summary: summary_pb2.Summary) -> None:
         if not findings:
             return
-        summary.value.add(tag=DATA_TAG, tensor=strings([encode(findings)]), metadata=metadata("tbhooks"))
+        summary.value.add(tag=DATA_TAG, tensor=strings([encode(findings)]), metadata=plugin_metadata("tbhooks"))
         new = {(finding.rule, finding.site): finding for finding in reversed(findings)}
-        fresh = [finding for key, finding in reversed(new.items()) if key not in self.told]
-        self.told |= new.keys()
+        fresh = [finding for key, finding in reversed(new.items()) if key not in self.written]
+        self.written |= new.keys()
         if fresh:
             text = "\n\n".join(map(markdown, fresh)).encode(errors="replace")
-            summary.value.add(tag=TEXT_TAG, tensor=strings([text]), metadata=metadata("text"))
+            summary.value.add(tag=TEXT_TAG, tensor=strings([text]), metadata=plugin_metadata("text"))
 
 
 def markdown(finding: Finding) -> str:
-    """A finding as one paragraph whose only markup is ours."""
+    """A finding as one paragraph of markdown."""
     return f"**{_plain_text(finding.severity)}**, step {finding.step}: {_plain_text(finding.message)}"
 
 
 def _plain_text(text: str) -> str:
-    # Entities after backslashes: a backslash before "&lt;" would show.
+    # HTML entities are made last: a backslash before "&lt;" would be visible.
     return html.escape(_MARKDOWN.sub(r"\\\1", _CONTROL.sub(" ", text)), quote=False)
 
 
 def encode(findings: Sequence[Finding]) -> bytes:
-    """Findings as JSON; NaN and infinities are words, as in the JSONL sink."""
+    """Findings as JSON; NaN and infinities are strings, as in the JSONL sink."""
     return json.dumps([to_jsonable(finding.to_dict()) for finding in findings], allow_nan=False).encode()
 
 

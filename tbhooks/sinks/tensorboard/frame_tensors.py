@@ -1,7 +1,7 @@
-"""Frame tensors: everything a frame holds, one tensor a kind for the rows and one for the bucket counts.
+"""Frame tensors: all numbers of a frame, with one tensor per kind for the rows and one for the bucket counts.
 
-They are for tools; TensorBoard's own tabs do not show them. `tbhooks.runs.stored_frames` reads what is written here:
-what is stored may only change together with it, and with `VERSION` where old readers would read it wrongly.
+The plugin and `tbhooks.runs` read them; TensorBoard's own tabs do not show them. The format may only change together
+with `tbhooks.runs.stored_frames`, and with `VERSION` if older readers would misread it.
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ from tbhooks.data import stats
 from tbhooks.data.artifacts import Artifact, Channels
 from tbhooks.data.frame import CHANNEL, Frame, Site
 from tbhooks.data.stats import BASE, M2, Counts, Floats
-from tbhooks.sinks.scalar_selection import Places, places_of
+from tbhooks.sinks.scalar_selection import Indices, indices_of
 from tbhooks.sinks.tensorboard.histograms import SiteHistograms
+from tbhooks.sinks.tensorboard.protobuf import plugin_metadata, strings
 
 PLUGIN = "tbhooks"
 VERSION = 1
-# The row as it is stored: std and base_norm instead of sums of squares, which float32 cannot always hold.
+# The stored row has std and base_norm instead of sums of squares, which may overflow float32.
 STORED_COLUMNS = ("count", "mean", "std", "min", "max", "zeros", "nans", "infs", "base_norm")
 
 
 class Layout:
     """The order of one kind's sites in its frame tensors.
 
-    TensorBoard keeps a tag's metadata from its first value only, so a site that turns up later starts
-    a new tag (`tbhooks/activation`, `tbhooks/activation.2`) with the longer list.
+    TensorBoard keeps only the metadata of a tag's first value. A site that appears later therefore starts a new tag
+    (`tbhooks/activation`, `tbhooks/activation.2`) with the longer list.
     """
 
     def __init__(self, kind: str) -> None:
@@ -43,26 +44,26 @@ class Layout:
         self._generation = 0
         self._described: set[str] = set()
 
-    def places(self, sites: Sequence[Site]) -> Places:
-        """Where the rows of these sites stand, from now on."""
+    def positions(self, sites: Sequence[Site]) -> Indices:
+        """The rows of these sites in the tensor; adds new sites at the end."""
         if any(site not in self._position for site in sites):
             for site in sites:
                 self._position.setdefault(site, len(self._position))
             self._generation += 1
-        return places_of([self._position[site] for site in sites])
+        return indices_of([self._position[site] for site in sites])
 
     def describe_again(self) -> None:
-        """The next value of each tag carries its description once more."""
+        """Makes the next value of each tag carry its metadata again."""
         self._described.clear()
 
-    def add(self, frame: Frame, rows: Places, places: Places, summary: summary_pb2.Summary) -> None:
+    def add(self, frame: Frame, rows: Indices, positions: Indices, summary: summary_pb2.Summary) -> None:
         values = stats.empty_rows(len(self._position))
-        values[places] = frame.values[rows]
+        values[positions] = frame.values[rows]
         self._add_tensor(summary, "", encode_values(values))
         if frame.buckets.shape[1]:
             taken = frame.buckets[rows]
             counts = np.zeros((len(self._position), stats.BUCKETS), dtype=_smallest(taken))
-            counts[places] = taken
+            counts[positions] = taken
             self._add_tensor(summary, ".buckets", encode_counts(counts))
 
     def _add_tensor(self, summary: summary_pb2.Summary, what: str, tensor: tensor_pb2.TensorProto) -> None:
@@ -81,16 +82,11 @@ class Layout:
             content["encoding"] = "zlib of a .npy array [sites, buckets]"
         else:
             content["columns"] = list(STORED_COLUMNS)
-        return summary_pb2.SummaryMetadata(
-            plugin_data=summary_pb2.SummaryMetadata.PluginData(
-                plugin_name=PLUGIN, content=json.dumps(content, separators=(",", ":")).encode()
-            ),
-            data_class=summary_pb2.DATA_CLASS_TENSOR,
-        )
+        return plugin_metadata(PLUGIN, json.dumps(content, separators=(",", ":")).encode())
 
 
 def encode_values(values: Floats) -> tensor_pb2.TensorProto:
-    """Rows as a float32 tensor [sites, STORED_COLUMNS]; a site not seen in the step has count 0."""
+    """Rows as a float32 tensor [sites, STORED_COLUMNS]; a site that was not recorded in the step has count 0."""
     stored = values.copy()
     stored[:, M2] = np.sqrt(values[:, M2] / np.maximum(stats.finite(values), 1.0))
     stored[:, BASE] = np.sqrt(values[:, BASE])
@@ -116,15 +112,14 @@ def _smallest(counts: NDArray[np.integer[Any]]) -> str:
 def encode_counts(counts: NDArray[np.integer[Any]]) -> tensor_pb2.TensorProto:
     """Bucket counts as one compressed string: most of the 385 buckets of a site are empty.
 
-    What repeats is zeros. To look for nothing else is faster, and smaller than what level 1 finds.
+    Run-length encoding of the zeros is faster and smaller than zlib's level 1.
     """
     counts = np.ascontiguousarray(counts, dtype=_smallest(counts))
     head = io.BytesIO()
     np.lib.format.write_array_header_1_0(head, np.lib.format.header_data_from_array_1_0(counts))
-    squeeze = zlib.compressobj(level=1, memLevel=9, strategy=zlib.Z_RLE)
-    content = b"".join((squeeze.compress(head.getvalue()), squeeze.compress(counts.data), squeeze.flush()))
-    shape = tensor_shape_pb2.TensorShapeProto(dim=[tensor_shape_pb2.TensorShapeProto.Dim(size=1)])
-    return tensor_pb2.TensorProto(dtype=types_pb2.DT_STRING, tensor_shape=shape, string_val=[content])
+    compressor = zlib.compressobj(level=1, memLevel=9, strategy=zlib.Z_RLE)
+    content = b"".join((compressor.compress(head.getvalue()), compressor.compress(counts.data), compressor.flush()))
+    return strings([content])
 
 
 def decode_counts(content: bytes) -> Counts:
@@ -132,12 +127,12 @@ def decode_counts(content: bytes) -> Counts:
     return np.load(io.BytesIO(zlib.decompress(content)), allow_pickle=False).astype(np.int64)  # type: ignore[no-any-return]
 
 
-# Stock histograms of one layer: each is a tag of its own, and TensorBoard grows slow with thousands of those.
-MOST_HISTOGRAMS = 64
+# The number of histograms per layer in TensorBoard: each is a tag, and thousands of tags make TensorBoard slow.
+MAX_HISTOGRAMS = 64
 
 
 def joined(artifacts: Iterable[Artifact]) -> Iterator[Artifact]:
-    """Those of one kind together, each channel once: an event has one value a tag."""
+    """Merges the channels of one kind, each channel once: an event has one value per tag."""
     kinds: dict[str, list[Channels]] = {}
     for artifact in artifacts:
         if isinstance(artifact, Channels):
@@ -161,11 +156,11 @@ def _join(several: list[Channels]) -> Channels:
 
 
 def write(channels: Channels, summary: summary_pb2.Summary, run: Any) -> None:
-    """Into the step's event; TensorBoard's TBHOOKS tab shows it as a map of channels by steps."""
+    """Adds channels to the step's event; the TBHOOKS tab shows them as a map of channels by steps."""
     kind = CHANNEL + channels.kind
     layout = run.layouts.setdefault(kind, Layout(kind))
     frame = Frame(run.step, run.time, 0, _sites(channels, kind), channels.values, channels.counts)
-    layout.add(frame, places_of(range(len(frame.sites))), layout.places(frame.sites), summary)
+    layout.add(frame, indices_of(range(len(frame.sites))), layout.positions(frame.sites), summary)
     if channels.drawn and channels.counts.shape[1]:
         summary.MergeFromString(_histograms(channels, frame))
 
@@ -175,13 +170,13 @@ def _sites(channels: Channels, kind: str) -> tuple[Site, ...]:
 
 
 def _histograms(channels: Channels, frame: Frame) -> bytes:
-    so_far: Counter[str] = Counter()
+    drawn: Counter[str] = Counter()
     rows = []
     for i, (path, _) in enumerate(channels.names):
-        if path in channels.drawn and so_far[path] < MOST_HISTOGRAMS:
-            so_far[path] += 1
+        if path in channels.drawn and drawn[path] < MAX_HISTOGRAMS:
+            drawn[path] += 1
             rows.append(i)
     sites = tuple(Site(channels.names[i][0], channels.kind, channels.names[i][1]) for i in rows)
-    return SiteHistograms(sites).encoded(
+    return SiteHistograms(sites).encode(
         Frame(frame.step, frame.time, 0, sites, frame.values[rows], frame.buckets[rows])
     )

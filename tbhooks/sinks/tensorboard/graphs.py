@@ -1,7 +1,7 @@
 """Graphs for TensorBoard's GRAPHS tab: a GraphDef, as TensorFlow writes them.
 
-A run has one graph of its own, of which TensorBoard shows the newest, and any number of graphs with a tag beside it.
-A training graph becomes the run's own unless the user has put one there; all others get a tag.
+A run has one graph without tag, of which TensorBoard shows the newest, and any number of tagged graphs. The training
+graph is written without tag unless the user has written one; all others get a tag.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from tensorboard.compat.proto import (
 )
 
 from tbhooks.data.artifacts import Graph, Node
-from tbhooks.sinks.tensorboard import protobuf, texts
+from tbhooks.sinks.tensorboard import protobuf
 from tbhooks.sinks.tensorboard.protobuf import utf8
 
-# What TensorBoard knows a tagged graph by.
+# How TensorBoard recognises a tagged graph.
 _PLUGIN, _VERSION = "graph_run_metadata_graph", b"1"
 TRAINING = "training"
 MARK = "drawn by"
-"""An attribute of the first box, by which graphs of ours are told from others."""
+"""An attribute of the first node, which marks graphs of tbhooks."""
 OURS = "tbhooks"
 
 _GRAPH_KEY = protobuf.delimited_key(event_pb2.Event, "graph_def")
-# What comes before an event's content: the time, nine bytes, and the step, at most eleven.
+# The maximum size of what precedes an event's content: the time (9 bytes) and the step (at most 11).
 _HEAD = 20
 
 
 class Run(Protocol):
-    """What is asked of the run that is written to."""
+    """What `write` needs of the run."""
 
     @property
     def directory(self) -> str: ...
@@ -56,28 +56,27 @@ class Run(Protocol):
 
 
 def write(graph: Graph, summary: summary_pb2.Summary, run: Run) -> None:
-    """The run's own graph as an event of its own, others into the summary of the step's event."""
+    """Writes the training graph as a separate event, and others into the summary of the step's event."""
     content = graph_def(graph)
-    run.flush()  # the user's own may be on its way to the file
+    run.flush()  # the user's graph may still be in the queue
     if graph.name == TRAINING and not has_graph_of_others(run.directory):
-        # With its step: of several graphs of one step, one of TensorBoard's loaders shows the oldest.
+        # With its step, because of several graphs of one step one of TensorBoard's loaders shows the oldest.
         event = event_pb2.Event(wall_time=run.time, step=run.step, graph_def=content.SerializeToString())
         run.send(event.SerializeToString())
         return
     functions = config_pb2.RunMetadata.FunctionGraphs(pre_optimization_graph=content)
-    metadata = texts.metadata(_PLUGIN)
-    metadata.plugin_data.content = _VERSION
+    metadata = protobuf.plugin_metadata(_PLUGIN, _VERSION)
     metadata.data_class = summary_pb2.DATA_CLASS_BLOB_SEQUENCE
     packed = config_pb2.RunMetadata(function_graphs=[functions]).SerializeToString()
-    summary.value.add(tag=f"tbhooks/{graph.name}", tensor=texts.strings([packed]), metadata=metadata)
+    summary.value.add(tag=f"tbhooks/{graph.name}", tensor=protobuf.strings([packed]), metadata=metadata)
 
 
 def graph_def(graph: Graph) -> graph_pb2.GraphDef:
-    """The same boxes and arrows, with shapes where TensorBoard looks for them."""
+    """The graph as a GraphDef."""
     nodes = [_node_def(node) for node in graph.nodes]
     if nodes:
         nodes[0].attr[MARK].CopyFrom(_text(OURS))
-    # The newest producer whose graphs need no functions, and which every TensorBoard reads.
+    # The newest producer version that needs no function library.
     return graph_pb2.GraphDef(node=nodes, versions=versions_pb2.VersionDef(producer=22))
 
 
@@ -99,11 +98,8 @@ def _text(value: str) -> attr_value_pb2.AttrValue:
     return attr_value_pb2.AttrValue(s=value.encode(errors="replace"))
 
 
-# Whether the user has put a graph into the run.
-
-
 def has_graph_of_others(directory: str) -> bool:
-    """Looks through the run's event files; where they cannot be read, there is none to be kept."""
+    """Whether the run's event files have a graph that tbhooks has not written; False if they cannot be read."""
     try:
         return any(OURS.encode() not in found for path in _event_files(directory) for found in _graphs(path))
     except OSError:
@@ -115,7 +111,7 @@ def _event_files(directory: str) -> list[Path]:
 
 
 def _graphs(path: Path) -> Iterator[bytes]:
-    """The graphs of an event file, of which little more than the heads of its records is read."""
+    """The serialized graphs of an event file; of other records only the first bytes are read."""
     with path.open("rb") as file:
         while len(size := file.read(8)) == 8:
             (length,) = struct.unpack("<Q", size)
@@ -128,7 +124,7 @@ def _graphs(path: Path) -> Iterator[bytes]:
 
 
 def _is_graph(head: bytes) -> bool:
-    """Whether an event that begins so holds a graph: the keys of time and step come first, if they are there."""
+    """Whether an event with these first bytes has a graph; time and step come first, if present."""
     place = 9 if head[:1] == b"\x09" else 0
     if head[place : place + 1] == b"\x10":
         place += 1

@@ -1,8 +1,8 @@
-"""Stock histograms: bucket counts as TensorBoard draws them, all of a step's as bytes.
+"""TensorBoard histograms: all histograms of a step, encoded as bytes.
 
-TensorBoard draws 30 bars over a linear axis and lines at nine percentiles. Buckets are joined where neither
-could show the difference; the full counts are in the frame tensors. Every edge lies within the exact finite
-range, which both of TensorBoard's loaders draw right.
+TensorBoard draws 30 bars over a linear axis and lines at nine percentiles. Buckets are joined where neither would show
+the difference; the full counts are in the frame tensors. All edges lie within the exact finite range, which both of
+TensorBoard's loaders draw correctly.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from tensorboard.compat.proto import summary_pb2
 from tbhooks.data import stats
 from tbhooks.data.frame import Frame, Site
 from tbhooks.data.stats import BUCKETS, M2, MAX, MEAN, MIN, Counts, Floats
-from tbhooks.sinks.scalar_selection import HISTOGRAM_KINDS, places_of
+from tbhooks.sinks.scalar_selection import HISTOGRAM_KINDS, indices_of
 from tbhooks.sinks.tensorboard import protobuf
 
-# A bar of TensorBoard's is a thirtieth of a range that is at least as wide as the largest magnitude.
+# A bar of TensorBoard covers a thirtieth of a range that is at least as wide as the largest magnitude.
 NARROW_SHARE = 2.0**-5
-# Joined buckets lie between two of these quantiles (in 256ths), so that percentiles and tails stay where they are.
+# Joined buckets lie between two of these quantiles (in 256ths), so that percentiles and tails do not move.
 QUANTILES = (1, 4, 8, *range(16, 256, 16), 248, 252, 255)
 
 Flags = NDArray[np.bool_]
 
 _FARTHEST = np.maximum(np.abs(stats.LOWER), np.abs(stats.UPPER))
-# How many of the quantiles so many 256ths have reached.
+# For each number of 256ths, how many quantiles lie below.
 _PASSED = np.searchsorted(QUANTILES, np.arange(257), side="right").astype(np.int8)
 _MOMENTS = ("min", "max", "num", "sum", "sum_squares")
 _MOMENT_KEYS = [protobuf.double_key(summary_pb2.HistogramProto, name) for name in _MOMENTS]
@@ -45,11 +45,11 @@ class SiteHistograms:
 
     def __init__(self, sites: Sequence[Site]) -> None:
         rows = [i for i, site in enumerate(sites) if site.plain_kind in HISTOGRAM_KINDS]
-        self._rows = places_of(rows)
+        self._rows = indices_of(rows)
         self._names = [protobuf.tag_field(str(sites[i])) for i in rows]
 
-    def encoded(self, frame: Frame) -> bytes:
-        """A row with nothing finite has none: one infinite edge would blank its card for all steps."""
+    def encode(self, frame: Frame) -> bytes:
+        """Sites without finite values are left out: one infinite edge would blank their chart for all steps."""
         if not frame.buckets.shape[1]:
             return b""
         names, values, counts = self._names, frame.values[self._rows], frame.buckets[self._rows]
@@ -60,7 +60,7 @@ class SiteHistograms:
 
 
 class _Bars(NamedTuple):
-    """The bars of all rows, one row after the other."""
+    """The bars of all rows, concatenated."""
 
     limits: Floats
     heights: Floats
@@ -68,20 +68,20 @@ class _Bars(NamedTuple):
 
 
 def _bars(values: Floats, counts: Counts) -> _Bars:
-    columns = _worth_a_look(counts)
+    columns = _relevant_buckets(counts)
     counts = counts[:, columns]
     starts = _starts(values, counts, _FARTHEST[columns])
-    places = np.flatnonzero(starts)
+    indices = np.flatnonzero(starts)
     lengths = np.count_nonzero(starts, axis=1)
-    # What lies between the last bar of a row and the first of the next is empty and adds nothing.
-    heights = np.add.reduceat(counts.ravel(), places)
-    limits = np.append(stats.UPPER[columns][(places[1:] - 1) % len(columns)], 0.0)
+    # The buckets between the last bar of a row and the first bar of the next are empty.
+    heights = np.add.reduceat(counts.ravel(), indices)
+    limits = np.append(stats.UPPER[columns][(indices[1:] - 1) % len(columns)], 0.0)
     limits[np.cumsum(lengths) - 1] = values[:, MAX]
     return _Bars(limits, heights.astype(np.float64), lengths)
 
 
-def _worth_a_look(counts: Counts) -> NDArray[np.intp]:
-    """Buckets that any row uses and their neighbours; what lies between two neighbours is empty like them."""
+def _relevant_buckets(counts: Counts) -> NDArray[np.intp]:
+    """The buckets that any row uses, and their neighbours; all others are empty."""
     used: Flags = np.any(counts, axis=0)
     near = used.copy()
     near[1:] |= used[:-1]
@@ -90,7 +90,7 @@ def _worth_a_look(counts: Counts) -> NDArray[np.intp]:
 
 
 def _starts(values: Floats, counts: Counts, farthest: Floats) -> Flags:
-    """At which buckets a bar starts; those before the first and after the last that is used belong to none."""
+    """The buckets at which a bar starts, between the first and the last used bucket of a row."""
     empty = counts == 0
     first, last = empty.argmin(axis=1), counts.shape[1] - 1 - empty[:, ::-1].argmin(axis=1)
     narrow = NARROW_SHARE * np.maximum(np.abs(values[:, MIN]), np.abs(values[:, MAX]))
@@ -122,8 +122,8 @@ def _moments(values: Floats) -> NDArray[np.void]:
     return moments
 
 
-class _Heads(NamedTuple):
-    """What a histogram of so many bars has before its moments, its limits and its heights, and how long it is."""
+class _Prefixes(NamedTuple):
+    """The bytes before the moments, limits and heights of a histogram with a number of bars, and its total length."""
 
     histogram: bytes
     limits: bytes
@@ -132,12 +132,12 @@ class _Heads(NamedTuple):
 
 
 @lru_cache(maxsize=BUCKETS)
-def _heads(bars: int) -> _Heads:
+def _prefixes(bars: int) -> _Prefixes:
     size = protobuf.varint(8 * bars)
     limits, heights = _LIMITS + size, _HEIGHTS + size
     length = _MOMENT_TYPE.itemsize + len(limits) + len(heights) + 16 * bars
     histogram = _HISTO + protobuf.varint(length)
-    return _Heads(histogram, limits, heights, len(histogram) + length)
+    return _Prefixes(histogram, limits, heights, len(histogram) + length)
 
 
 def _pieces(names: Sequence[bytes], moments: NDArray[np.void], bars: _Bars) -> list[bytes]:
@@ -146,10 +146,10 @@ def _pieces(names: Sequence[bytes], moments: NDArray[np.void], bars: _Bars) -> l
     pieces: list[bytes] = []
     at = start = 0
     for name, length in zip(names, bars.lengths.tolist(), strict=True):
-        heads, end = _heads(length), at + 8 * length
+        prefixes, end = _prefixes(length), at + 8 * length
         pieces += (
-            protobuf.VALUE, protobuf.varint(len(name) + heads.length), name, heads.histogram,
-            texts[start : start + step], heads.limits, limits[at:end], heads.heights, heights[at:end],
+            protobuf.VALUE, protobuf.varint(len(name) + prefixes.length), name, prefixes.histogram,
+            texts[start : start + step], prefixes.limits, limits[at:end], prefixes.heights, heights[at:end],
         )  # fmt: skip
         at, start = end, start + step
     return pieces

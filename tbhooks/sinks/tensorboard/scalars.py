@@ -1,7 +1,7 @@
-"""Stock scalars of TensorBoard: all of a step's as bytes.
+"""TensorBoard scalars: all scalars of a step, encoded as bytes.
 
-From one step to the next only the numbers change. So the bytes around them are made once for a list of
-sites, and the numbers are put into their places all together.
+Only the values change from one step to the next. The bytes around them are made once for a list of tags, and all
+values are copied in together.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from tensorboard.compat.proto import summary_pb2
 
 from tbhooks.data.frame import Frame, Site
 from tbhooks.data.stats import Floats
-from tbhooks.sinks.scalar_selection import ScalarTable, alarms, asked_for, scalar_table
+from tbhooks.sinks.scalar_selection import ScalarTable, nonfinite_counts, scalar_table, selected
 from tbhooks.sinks.tensorboard import protobuf
 
 __all__ = ["SiteScalars", "Template", "scalar_table"]
 
 
 class Template:
-    """The bytes of scalars with these tags, one after the other, with room for their numbers."""
+    """The encoded scalars of a list of tags, with room for their values."""
 
     def __init__(self, tags: Sequence[str]) -> None:
         scalars = [_scalar(tag) for tag in tags]
         self._sizes = np.array([len(scalar) for scalar in scalars], dtype=np.intp)
-        self._places = (np.cumsum(self._sizes)[:, None] + np.arange(-4, 0)).ravel()
+        self._value_bytes = (np.cumsum(self._sizes)[:, None] + np.arange(-4, 0)).ravel()
         self._text = np.frombuffer(b"".join(scalars), np.uint8)
 
-    def filled(self, numbers: Floats, shown: NDArray[np.bool_] | None = None) -> bytes:
-        """With these numbers; only the scalars to be shown, all if nothing is said."""
+    def encode(self, values: Floats, shown: NDArray[np.bool_] | None = None) -> bytes:
+        """The scalars with these values; all of them, or those with a flag in `shown`."""
         text = self._text.copy()
         with np.errstate(over="ignore"):
-            text[self._places] = numbers.astype("<f4").view(np.uint8)
+            text[self._value_bytes] = values.astype("<f4").view(np.uint8)
         return (text if shown is None or shown.all() else text[np.repeat(shown, self._sizes)]).tobytes()
 
 
@@ -43,14 +43,13 @@ def _scalar(tag: str) -> bytes:
 
 
 class SiteScalars:
-    """The scalars of a list of sites: those asked for, then the alarms."""
+    """The scalars of a list of sites: the selected statistics, then the counts of NaN and infinity."""
 
     def __init__(self, sites: Sequence[Site], table: ScalarTable) -> None:
-        self._asked, self._alarms = asked_for(sites, table), alarms(sites, table)
-        self._asked_template, self._alarm_template = Template(self._asked.tags), Template(self._alarms.tags)
+        self._selected, self._nonfinite = selected(sites, table), nonfinite_counts(sites, table)
+        self._templates = Template(self._selected.tags), Template(self._nonfinite.tags)
 
-    def encoded(self, frame: Frame) -> bytes:
-        asked = self._asked.read(frame)
-        alarming = self._alarms.read(frame)
-        text = self._asked_template.filled(asked, np.isfinite(asked))
-        return text + self._alarm_template.filled(alarming, alarming != 0) if alarming.any() else text
+    def encode(self, frame: Frame) -> bytes:
+        values, counts = self._selected.read(frame), self._nonfinite.read(frame)
+        encoded = self._templates[0].encode(values, np.isfinite(values))
+        return encoded + self._templates[1].encode(counts, counts != 0) if counts.any() else encoded

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 import tbhooks
 from tests.support import fake_device, zoo
+from tests.support.slow import slow
 from tests.support.tensorboard_server import Server
 
 STEPS, EVERY, MEANS, MICRO_BATCHES, EVALUATED = 12, 4, 3, 2, (5, 9)
@@ -126,7 +127,10 @@ def test_training_is_the_same_to_the_bit_and_in_its_graph(tmp_path: Path, kinds:
     assert watched.nodes == bare.nodes
 
 
-@pytest.mark.slow
+@slow(
+    "compiles with every option",
+    covered_by="test_bits_are_those_of_the_unwatched_run_and_frames_those_of_the_eager_one",
+)
 def test_a_compiled_model_trains_the_same(tmp_path: Path) -> None:
     def wrap(model: nn.Module) -> Any:
         torch.compiler.reset()

@@ -489,7 +489,7 @@ def test_parameters_that_no_gradient_reaches_are_named() -> None:
 
     frame = peek(Forgets(), torch.ones(2, 3), loss="sum")
     assert "no gradient reached unused.weight, unused.bias: the loss does not depend on it" in frame.notes
-    assert any(note.startswith("skipped: unused: never called") for note in frame.notes)
+    assert any(note.startswith("skipped: unused: forward() never called") for note in frame.notes)
 
 
 # --- Whoever calls --------------------------------------------------------------------------------

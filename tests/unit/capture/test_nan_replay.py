@@ -164,7 +164,7 @@ def test_no_tensor_of_a_step_is_kept_after_it() -> None:
             model(torch.randn(16, 8)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        assert watching._session._replay._passes == []
+        assert watching._session.replay.passes == []
     assert zoo.hook_count(model) == 0
 
 

@@ -19,6 +19,7 @@ from torch.amp.grad_scaler import GradScaler
 
 import tbhooks
 from tests.support.loops import mlp, sgd
+from tests.support.slow import slow
 
 BATCH, WIDTH = 3, 8
 ROWS = BATCH * WIDTH
@@ -219,8 +220,21 @@ def _count(frame: tbhooks.Frame, path: str, kind: str) -> Any:
 
 
 # Derandomised: the same examples in every run.
-Steps.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=12, deadline=None, derandomize=True, database=None,
-    suppress_health_check=list(HealthCheck),
-)  # fmt: skip
-TestSteps = pytest.mark.filterwarnings("ignore")(Steps.TestCase)
+SETTINGS = settings(
+    stateful_step_count=12, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+)
+
+
+@pytest.mark.filterwarnings("ignore")
+class TestSteps(Steps.TestCase):
+    """Some orders of events."""
+
+    settings = settings(SETTINGS, max_examples=15)
+
+
+@slow("ten times as many orders of events", covered_by="TestSteps")
+@pytest.mark.filterwarnings("ignore")
+class TestManySteps(Steps.TestCase):
+    """More orders of events."""
+
+    settings = settings(SETTINGS, max_examples=150)

@@ -22,6 +22,7 @@ import tbhooks
 from tbhooks.cli import bench
 from tbhooks.cli.bench import cuda_counters, runner, timing, workload
 from tests.support import fake_device
+from tests.support.slow import slow
 
 CPU = torch.device("cpu")
 INPUTS = torch.randn(4, 8)
@@ -93,7 +94,7 @@ def test_the_command_measures_a_model_of_the_current_directory(tmp_path: Path) -
     assert told["sites"] == 8
 
 
-@pytest.mark.slow
+@slow("four processes", covered_by="test_a_factory_that_cannot_be_used_gets_a_sentence")
 def test_the_command_says_what_is_wrong_and_no_traceback(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("def make_model(): pass\n")
     for arguments, expected in {

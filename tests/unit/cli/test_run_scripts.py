@@ -16,6 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tbhooks import runs
 from tbhooks.data.frame import KINDS
 from tests.support.processes import without_torch_log
+from tests.support.slow import cases, slow
 
 SCRIPTS = Path(__file__).parents[3] / "examples" / "scripts"
 EVERY = 5
@@ -51,8 +52,8 @@ CASES = {
     "raises": Case(("raises.py",), (0, 5, 10), "(root)", "bias", code=1),
     "without_torch": Case(("without_torch.py", "-m", "x"), runs=()),
 }
-# What they show is shown by smaller means elsewhere.
-SLOW = ("arguments", "compiled_model", "own_writer", "progress_bar")
+# Each starts two processes that import torch. Of the frameworks Lightning is the one in `make test`.
+SLOW = ("arguments", "compiled_model", "own_writer", "progress_bar", "trainer_gpt", "accelerate_loop")
 
 
 def environment() -> dict[str, str]:
@@ -84,7 +85,8 @@ def tags_of(directory: Path) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in CASES]
+    "name",
+    cases(list(CASES), always={*CASES} - {*SLOW}, reason="test_run_model_finder.py and test_run_options.py have it"),
 )
 def test_a_script_does_what_it_did_and_leaves_a_run_full_of_tags(tmp_path: Path, name: str) -> None:
     case = CASES[name]
@@ -146,7 +148,7 @@ def test_torchrun_starts_it_on_every_rank_and_the_first_writes(tmp_path: Path) -
     assert sorted(re.findall(r"rank \d", ran.stdout)) == ["rank 0", "rank 1"]
 
 
-@pytest.mark.slow
+@slow("two runs of torchrun", covered_by="test_torchrun_starts_it_on_every_rank_and_the_first_writes")
 def test_every_rank_trains_to_the_same_bit_under_torchrun(tmp_path: Path) -> None:
     bare = by_torchrun(tmp_path / "bare", SPREAD)
     watched = by_torchrun(tmp_path / "watched", "-m", "tbhooks", "run", "--every", "1", SPREAD)

@@ -14,7 +14,7 @@ import tbhooks
 from tbhooks.capture.packed_step import Read
 from tbhooks.capture.recorder import Recorder
 from tbhooks.data.artifacts import Artifact, Channels, Text
-from tests.support import fake_device, zoo
+from tests.support import zoo
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
 
@@ -110,18 +110,7 @@ def test_it_sees_the_first_step_of_a_model_without_other_hooks() -> None:
 
 def test_it_rides_in_the_one_copy_of_the_step() -> None:
     looker = Looker("0", "2", inputs="(root)")
-    counts: list[int] = []
-    made: list[Any] = []
-
-    def before(model: nn.Module) -> None:
-        made.append((tbhooks.watch(model, every=2)._add_collector(looker), model))
-
-    with fake_device.Log() as record:
-        case = zoo.moved(zoo.ZOO["mlp"], fake_device.to_device, fake_device.put)
-        zoo.plain_loop(case, 5, before, lambda *_: counts.append(len(record.copies)))
-        assert record.syncs == 0
-    watching, _model = made[0]
-    watching.close()
+    counts = zoo.copies_on_device(zoo.ZOO["mlp"], lambda model: tbhooks.watch(model, every=2)._add_collector(looker))
     assert counts == [1, 1, 2, 2, 3]
     assert len(looker.steps) == 3
     on_host = Looker("0", "2", inputs="(root)")

@@ -235,21 +235,14 @@ def test_training_is_the_same_to_the_bit() -> None:
 
 
 def test_on_a_device_points_ride_in_the_one_copy() -> None:
-    counts: list[int] = []
-    made: list[Any] = []
     kept = tbhooks.MemorySink()
 
-    def before(model: nn.Module) -> None:
+    def begin(model: nn.Module) -> tbhooks.Watch:
         labels = fake_device.put(torch.arange(len(zoo.ZOO["cnn"].batch()[0])))
-        asked = tbhooks.watch(model, kept, every=2).embeddings("10", labels=lambda: labels, thumbnails="input", every=1)
-        made.append((asked, model))
+        watching = tbhooks.watch(model, kept, every=2)
+        return watching.embeddings("10", labels=lambda: labels, thumbnails="input", every=1)
 
-    with fake_device.Log() as record:
-        case = zoo.moved(zoo.ZOO["cnn"], fake_device.to_device, fake_device.put)
-        zoo.plain_loop(case, 5, before, lambda *_: counts.append(len(record.copies)))
-        assert record.syncs == 0
-    made[0][0].close()
-    assert counts == [1, 1, 2, 2, 3]
+    assert zoo.copies_on_device(zoo.ZOO["cnn"], begin) == [1, 1, 2, 2, 3]
     for frame in kept.frames:
         found = embeddings_of(frame)["10"]
         assert found.labels == tuple(str(i) for i in range(len(found.points)))

@@ -27,6 +27,7 @@ from tbhooks.data.artifacts import Graph, Node
 from tbhooks.data.frame import ALL_KINDS
 from tests.support import fake_device, zoo
 from tests.support.graph_models import EVALUATED, TRAINED, Differs, Residual, x
+from tests.support.slow import cases
 
 CASES = list(zoo.ZOO)
 
@@ -525,7 +526,7 @@ def trained(name: str, watched: bool, **options: Any) -> StepContext:
     return StepContext(trace, graphs, called, nodes, hooks, made[0])
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", cases(CASES, always=zoo.ALWAYS, reason="the same kinds of modules in larger models"))
 def test_every_model_is_drawn_and_trains_as_if_it_were_not(name: str) -> None:
     seen, bare = trained(name, True), trained(name, False)
     assert seen.watch is not None

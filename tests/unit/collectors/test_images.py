@@ -19,7 +19,7 @@ from tbhooks.capture.hooks import attention
 from tbhooks.collectors import image_tiles
 from tbhooks.data.artifacts import Picture
 from tbhooks.drawing import tensor_grid
-from tests.support import fake_device, images, zoo
+from tests.support import images, zoo
 
 RED = (255, 45, 60)
 
@@ -309,18 +309,10 @@ def test_training_is_the_same_to_the_bit() -> None:
 
 
 def test_on_a_device_pictures_ride_in_the_one_copy_and_nothing_waits() -> None:
-    counts: list[int] = []
-    made: list[Any] = []
     kept = tbhooks.MemorySink()
-
-    def before(model: nn.Module) -> None:
-        made.append((tbhooks.watch(model, kept, every=2).images().images("*"), model))
-
-    with fake_device.Log() as record:
-        case = zoo.moved(zoo.ZOO["cnn"], fake_device.to_device, fake_device.put)
-        zoo.plain_loop(case, 5, before, lambda *_: counts.append(len(record.copies)))
-        assert record.syncs == 0
-    made[0][0].close()
+    counts = zoo.copies_on_device(
+        zoo.ZOO["cnn"], lambda model: tbhooks.watch(model, kept, every=2).images().images("*")
+    )
     assert counts == [1, 1, 2, 2, 3]
     assert [len(pictures_of(frame)) for frame in kept.frames] == [14, 14, 14]
 

@@ -35,6 +35,7 @@ from tests.support.digits_training import (
 )
 from tests.support.frames import event_files, scalar_series, tags
 from tests.support.lightning_training import fit, make_module, make_trainer
+from tests.support.slow import slow
 
 PACKAGES = {package.__name__: package for package in (lightning.pytorch, pytorch_lightning)}
 
@@ -211,7 +212,7 @@ def test_without_either_package_it_says_what_to_install() -> None:
     assert "pip install 'tbhooks[lightning]'" in run_alone(program)
 
 
-@pytest.mark.slow
+@slow("compiles", covered_by="test_a_model_that_is_compiled_in_mid_run_and_first_called_in_an_unlogged_step_is_seen")
 def test_a_compiled_net_is_seen_although_the_sanity_check_runs_it_first(plain: Any, tmp_path: Path) -> None:
     torch.compiler.reset()
     module, sink = make_module(), tbhooks.MemorySink()
@@ -220,7 +221,10 @@ def test_a_compiled_net_is_seen_although_the_sanity_check_runs_it_first(plain: A
     assert_same_frames(sink.frames, plain[0][::2])
 
 
-@pytest.mark.slow
+@slow(
+    "two processes that import Lightning",
+    covered_by="test_torchrun_starts_it_on_every_rank_and_the_first_writes",
+)
 @pytest.mark.parametrize(("ranks", "seen_by"), [("local", 1), ("merge", 2)])
 def test_of_two_ranks_the_first_writes(ranks: str, seen_by: int, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.support.lightning_training", str(tmp_path), ranks]

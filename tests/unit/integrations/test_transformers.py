@@ -27,6 +27,7 @@ from tests.support.digits_training import (
     weights,
 )
 from tests.support.frames import event_files, scalar_series
+from tests.support.slow import slow
 
 
 class Digits(nn.Module):
@@ -117,7 +118,7 @@ def test_without_its_own_tensorboard_the_run_lies_where_the_environment_says(
     assert file.parent == tmp_path / "here" / "tbhooks"
 
 
-@pytest.mark.slow
+@slow("a GPT on text", covered_by="test_accumulated_and_clipped_the_numbers_are_those_of_a_plain_loop")
 def test_a_gpt_on_text_trains_to_the_same_bits_and_shows_its_layers(tmp_path: Path) -> None:
     from pydoc_data.topics import topics
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 import shutil
 import subprocess
@@ -24,6 +25,7 @@ from tbhooks.data.stats import WIDTH
 from tbhooks.reduction import cpu, histogram, torch_rows
 from tbhooks.reduction.histogram import SLOTS
 from tests.support import reference
+from tests.support.slow import slow
 
 if shutil.which("cc") is None or cpu.library is None:
     pytest.skip("needs a C compiler and the kernel built with it", allow_module_level=True)
@@ -39,7 +41,12 @@ def compiled(source: str, *flags: str) -> Path:
     return out
 
 
-LIBRARY = ctypes.CDLL(str(compiled("versions.c", *FLAGS)))
+@functools.cache
+def library() -> ctypes.CDLL:
+    """Every version of the kernel there is, built on first use: not while tests are collected."""
+    return ctypes.CDLL(str(compiled("versions.c", *FLAGS)))
+
+
 CPU = set(next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")).split())
 NEEDS = {"baseline": "sse2", "avx2": "avx2", "avx512": "avx512vl"}
 VERSIONS = [version for version, flag in NEEDS.items() if flag in CPU]
@@ -53,7 +60,7 @@ def run(version: str, x: Tensor, before: Tensor | None = None) -> tuple[Any, Any
         minus = cpu.NULL if before is None else before.data_ptr()
         cpu.reduce_all([cpu.job(x, row.data_ptr(), counts.data_ptr(), minus)])
     else:
-        call = getattr(LIBRARY, f"test_{version}")
+        call = getattr(library(), f"test_{version}")
         call.argtypes = (
             ctypes.c_void_p,
             ctypes.c_void_p,
@@ -191,7 +198,7 @@ def test_data_need_no_alignment(shift: int, dtype: torch.dtype, version: str) ->
     memory = np.zeros(5000 * x.element_size() + 16, dtype=np.uint8)
     memory[shift : shift + 5000 * x.element_size()] = x.view(torch.uint8).numpy()
     row, counts = torch.empty(WIDTH, dtype=torch.float64), torch.zeros(SLOTS, dtype=torch.int32)
-    call = getattr(LIBRARY, f"test_{version}")
+    call = getattr(library(), f"test_{version}")
     call.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p)
     call(memory.ctypes.data + shift, None, 5000, DTYPES[dtype], row.data_ptr(), counts.data_ptr())
     check(x, row.numpy(), counts.numpy())
@@ -266,14 +273,17 @@ def test_flushing_denormals_loses_no_half() -> None:
 
 def test_bad_arguments_change_nothing() -> None:
     row = torch.full((WIDTH,), 7.0, dtype=torch.float64)
-    call = LIBRARY.test_baseline
+    call = library().test_baseline
     call.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p)
     assert call(row.data_ptr(), None, 1, 4, row.data_ptr(), None) == -1
     assert call(row.data_ptr(), None, -1, 0, row.data_ptr(), None) == -1
     assert (row == 7).all()
 
 
-@pytest.mark.parametrize("sanitizer", ["address,undefined", pytest.param("thread", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "sanitizer",
+    ["address,undefined", pytest.param("thread", marks=slow("a minute under the sanitizer"))],
+)
 def test_no_access_out_of_bounds_no_undefined_behaviour_no_race(sanitizer: str) -> None:
     """Exact-size heap blocks of random and edge data, and many arrays in several threads, under the sanitizers."""
     flags = ("-O1", "-g", "-fopenmp-simd", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", "-pthread")

@@ -383,7 +383,7 @@ def summary_size(frame: Frame, scalars: object) -> int:
     with tempfile.TemporaryDirectory() as directory:
         sink = TensorBoardSink(directory, scalars)
         try:
-            return len(sink._encoded(frame))
+            return len(sink._encode(frame))
         finally:
             sink.close()
 
@@ -399,7 +399,7 @@ def test_a_histogram_takes_sixteen_bytes_a_bar_and_59_and_its_tag(tmp_path: Path
     sink.write(many(50))
     sink.close()
     read = frames.histograms(tmp_path)
-    encoded = sink._plans[many(50).sites].histograms.encoded(many(50))
+    encoded = sink._plans[many(50).sites].histograms.encode(many(50))
     assert len(read) == 100
     assert len(encoded) == sum(16 * len(histo.bucket) + 59 + len(tag) for (_, tag), histo in read.items())
     assert np.mean([len(histo.bucket) for histo in read.values()]) < 30
@@ -435,7 +435,7 @@ def calls_to_write(directory: Path, n: int, *, histograms: bool, scalars: object
     given = [replace(frame, sites=(*given[0].sites,)) for frame in given]  # as a watch gives them: the same objects
     sink.write(given[0])
     sink.write(given[1])
-    found = calls_of(lambda: sink._encoded(given[2]))
+    found = calls_of(lambda: sink._encode(given[2]))
     sink.close()
     return found
 
@@ -459,5 +459,5 @@ def test_what_is_kept_of_layouts_and_tags_is_bounded(tmp_path: Path) -> None:
     sink = TensorBoardSink(tmp_path)
     for step in range(30):
         sink.write(make_frame(step, {Site(f"x{step}", "activation"): [1.0]}, scalars={f"train/{step}": 1.0}))
-    assert len(sink._plans._kept) == len(sink._templates._kept) == module.MOST_PLANS
+    assert len(sink._plans._kept) == len(sink._templates._kept) == module.MAX_PLANS
     sink.close()

@@ -23,6 +23,7 @@ from torch import nn
 
 import tbhooks
 from tbhooks.api import validation
+from tests.support.slow import slow
 from tests.support.tensorboard_server import Server
 
 pytestmark = pytest.mark.xdist_group("tensorboard_server")
@@ -174,9 +175,9 @@ if sys.argv[2] == "gone":
     ("how", "code", "expected"),
     [
         ("well", 0, api_pb2.STATUS_SUCCESS),
-        pytest.param("gone", 0, api_pb2.STATUS_SUCCESS, marks=pytest.mark.slow),
+        pytest.param("gone", 0, api_pb2.STATUS_SUCCESS, marks=slow("ends as `well` does")),
         ("raise", 1, api_pb2.STATUS_FAILURE),
-        pytest.param("signal", -signal.SIGTERM, api_pb2.STATUS_FAILURE, marks=pytest.mark.slow),
+        pytest.param("signal", -signal.SIGTERM, api_pb2.STATUS_FAILURE, marks=slow("test_lifecycle.py has signals")),
     ],
 )
 def test_how_a_process_ends_is_how_its_run_ends(tmp_path: Path, how: str, code: int, expected: int) -> None:

@@ -209,7 +209,7 @@ def test_what_is_logged_stays_when_no_stat_is_asked_for(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("scalars", ["sdt", ["activation.sdt"], ["activatoin.std"], 5, None])
 def test_unknown_scalars_are_refused_before_anything_is_opened(tmp_path: Path, scalars: object) -> None:
-    with pytest.raises(ArgumentError, match=r"scalars is|did you mean|there is"):
+    with pytest.raises(ArgumentError, match=r"scalars must be|did you mean|choose from"):
         tbhooks.watch(frames.make_model(), tmp_path / "run", scalars=scalars)
     assert not (tmp_path / "run").exists()
 
@@ -380,7 +380,7 @@ def test_histograms_of_tensors_ascend_within_the_range(scale: float) -> None:
 
 def histogram_of(frame: Frame) -> Any:
     """The one histogram of a frame of one site."""
-    (value,) = summary_pb2.Summary.FromString(SiteHistograms(frame.sites).encoded(frame)).value
+    (value,) = summary_pb2.Summary.FromString(SiteHistograms(frame.sites).encode(frame)).value
     return value.histo
 
 

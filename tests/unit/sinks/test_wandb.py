@@ -165,8 +165,8 @@ def test_findings_are_in_the_summary_each_once(run: Any, tmp_path: Path) -> None
 def test_a_user_who_logs_rarely_by_another_count_comes_first_and_is_told(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sink_module, "MOST_WAITING", 3)
-    monkeypatch.setattr(sink_module, "MOST_NUMBERS", 3)
+    monkeypatch.setattr(sink_module, "MAX_WAITING", 3)
+    monkeypatch.setattr(sink_module, "MAX_VALUES", 3)
     model = mlp()
     with tbhooks.watch(model, run, every=1) as watching:
         optimizer = sgd(model)
@@ -178,7 +178,7 @@ def test_a_user_who_logs_rarely_by_another_count_comes_first_and_is_told(
         run.finish()
     assert [row["loss"] for row in rows_with(tmp_path, "loss")] == [0, 1, 2]
     assert watching.stats.errors > 0
-    assert "raise every=" in " ".join(watching.stats.messages)
+    assert "increase every=" in " ".join(watching.stats.messages)
     assert len(rows_with(tmp_path, "activation.mean/0")) > 3
 
 

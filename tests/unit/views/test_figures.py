@@ -26,6 +26,7 @@ from tbhooks.drawing.heatmap import NOT_FINITE
 from tbhooks.views import figures
 from tbhooks.views.figures import mpl as figure_parts
 from tests.support.frames import make_frame
+from tests.support.slow import slow
 
 RED = tuple(channel / 255 for channel in NOT_FINITE)
 LONG = [f"transformer.encoder.layers.{i // 6}.attention.part{i % 6}.output_projection" for i in range(60)]
@@ -78,7 +79,7 @@ def history_of(names: list[str]) -> History:
 
 
 @pytest.mark.parametrize("names", [["fc1", "relu", "fc2"], LONG], ids=["3 layers", "60 layers of long names"])
-@pytest.mark.parametrize("width", [3.4, 7.0])
+@pytest.mark.parametrize("width", [3.4, pytest.param(7.0, marks=slow("there is more room than in 3.4 inches"))])
 @pytest.mark.parametrize("what", ALL)
 def test_no_word_is_cut_off_and_no_name_covers_another(what: str, width: float, names: list[str]) -> None:
     figure = drawn(ALL[what](names, width))
