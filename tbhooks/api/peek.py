@@ -159,9 +159,9 @@ def _forward_and_backward(
     model: nn.Module, args: Any, kwargs: Any, loss: Callable[[Any], Tensor] | str, recorder: Recorder
 ) -> list[str]:
     with torch.inference_mode(False), torch.enable_grad():
-        begin = _next_sequence_number()
+        begin = _sequence_number(torch.zeros((), requires_grad=True).clone().grad_fn)
         own = {id(parameter) for parameter in model.parameters()}
-        if any(_has_graph(tensor) for _, tensor in tensor_tree.inputs(args, kwargs)):
+        if any(tensor.requires_grad or tensor.is_inference() for _, tensor in tensor_tree.inputs(args, kwargs)):
             args, kwargs = tree_map_only(Tensor, lambda t: t if id(t) in own else _detached(t), (args, kwargs))
         output = model(*args, **kwargs)
         value = _summed(output) if isinstance(loss, str) else loss(output)
@@ -171,10 +171,6 @@ def _forward_and_backward(
             return ["the loss does not require a gradient: there was no backward pass"]
         _backward(value, model, begin)
     return _without_gradient(model)
-
-
-def _has_graph(tensor: Tensor) -> bool:
-    return tensor.requires_grad or tensor.is_inference()
 
 
 def _detached(tensor: Tensor) -> Tensor:
@@ -230,10 +226,6 @@ def _graph(loss: Tensor, begin: int) -> _Graph:
         is_reentrant=any(node.name() == REENTRANT for node in nodes),
         is_older=any(_sequence_number(node) < begin for node in nodes),
     )
-
-
-def _next_sequence_number() -> int:
-    return _sequence_number(torch.zeros((), requires_grad=True).clone().grad_fn)
 
 
 def _sequence_number(node: Any) -> int:

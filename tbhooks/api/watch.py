@@ -67,7 +67,7 @@ def watch(
     - `scalars`: which statistics are also TensorBoard scalars: "core", "all", a list of their names, or ().
     - `rules`: which rules look for problems: "default", (), or a list of rules and their names.
     - `step`: what ends a step: "optimizer", "forward", "manual" (only `Watch.step`), or "auto" to find out.
-    - `ranks`: "local" to write what the first rank of a distributed job sees, "merge" to merge all ranks.
+    - `ranks`: "local" to capture the first rank of a distributed job only, "merge" to merge all ranks.
 
     Returns the `Watch`. It closes at exit, by `close()`, or at the end of a `with` block. Raises an `ArgumentError`
     if an argument is not accepted, or if the ranks to merge do not have the same model and options.

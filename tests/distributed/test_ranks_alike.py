@@ -74,7 +74,7 @@ def test_a_rank_that_is_lost_ends_the_merging_and_not_the_training(pool: Process
     assert len(steps) >= 4
     lost = [message for message in messages if "merging of ranks ended" in message]
     assert len(lost) == 1, messages
-    assert "From now on the numbers are those of rank 0" in lost[0]
+    assert "From now on the statistics are those of rank 0" in lost[0]
     assert slowest < 2, "training waited for it"
     assert seconds < 30
     assert second.status == {"killed": -9, "raises": 1}.get(how, 0), second.output[-2000:]

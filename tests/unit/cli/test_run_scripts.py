@@ -52,8 +52,11 @@ CASES = {
     "raises": Case(("raises.py",), (0, 5, 10), "(root)", "bias", code=1),
     "without_torch": Case(("without_torch.py", "-m", "x"), runs=()),
 }
-# Each starts two processes that import torch. Of the frameworks Lightning is the one in `make test`.
-SLOW = ("arguments", "compiled_model", "own_writer", "progress_bar", "trainer_gpt", "accelerate_loop")
+# Each starts two processes that import torch. Of frameworks Lightning is in `make test`, of the ways to end an
+# exception; test_run_launcher.py has every way to end, test_run_model_finder.py several models.
+SLOW = (
+    "arguments", "compiled_model", "own_writer", "progress_bar", "trainer_gpt", "accelerate_loop", "gan", "exits_3",
+)  # fmt: skip
 
 
 def environment() -> dict[str, str]:
@@ -160,7 +163,13 @@ def test_every_rank_trains_to_the_same_bit_under_torchrun(tmp_path: Path) -> Non
 SHARDED = str(SCRIPTS / "fsdp_loop.py")
 
 
-@pytest.mark.parametrize("merged", [False, True], ids=["local", "merge"])
+@pytest.mark.parametrize(
+    "merged",
+    [
+        pytest.param(False, id="local", marks=slow("torchrun takes seconds; test_ranks.py has sharded local ranks")),
+        pytest.param(True, id="merge"),
+    ],
+)
 def test_sharded_parameters_are_merged_where_asked_for_and_told_of_where_not(tmp_path: Path, merged: bool) -> None:
     options = ("--ranks", "merge") if merged else ()
     ran = by_torchrun(tmp_path / "run", "-m", "tbhooks", "run", "--every", "5", *options, SHARDED)

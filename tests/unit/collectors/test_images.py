@@ -418,7 +418,7 @@ class Loss(nn.Module):
     ("options", "message"),
     [
         ({"pattern": "covn1"}, "did you mean 'conv1'"),
-        ({"pattern": 3}, "pattern takes a glob"),
+        ({"pattern": 3}, "pattern must be a glob"),
         ({"every": 0}, "every must be an integer"),
         ({"most_bytes": "many"}, "most_bytes must be an integer"),
     ],
