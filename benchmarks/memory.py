@@ -54,7 +54,7 @@ def resident(field: str) -> float:
 def buffers(watching: tbhooks.Watch) -> Numbers:
     """What is kept from one logged step to the next, in megabytes."""
     loop = watching._session
-    block = loop.parameters._before._block
+    block = loop.parameters._snapshots._block
     records = sum(buffer.records * buffer.record_bytes for buffer in loop.recorder._buffers)
     return {"records_mb": records / 1e6, "weight_copies_mb": (0 if block is None else block.nbytes) / 1e6}
 

@@ -74,7 +74,7 @@ def test_a_rank_that_is_lost_ends_the_merging_and_not_the_training(pool: Process
     assert len(steps) >= 4
     lost = [message for message in messages if "merging of ranks ended" in message]
     assert len(lost) == 1, messages
-    assert "From now on the numbers are those of rank 0" in lost[0]
+    assert "From now on the statistics are those of rank 0" in lost[0]
     assert slowest < 2, "training waited for it"
     assert seconds < 30
     assert second.status == {"killed": -9, "raises": 1}.get(how, 0), second.output[-2000:]
@@ -201,7 +201,7 @@ def test_weights_of_which_a_piece_is_missing_are_not_shown_as_whole(pool: Proces
 def test_one_rank_does_not_run_again_what_needs_the_others(pool: ProcessPool, tmp_path: Path) -> None:
     said, _ = pool.values(jobs.replaying, 2, tmp_path)
     assert len(said) == 1
-    assert "it could not be run again" in said[0]
+    assert "the step could not be run again" in said[0]
 
 
 def test_the_older_fsdp_shows_pieces_alone_and_whole_weights_when_merged(pool: ProcessPool, tmp_path: Path) -> None:

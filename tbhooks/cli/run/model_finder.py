@@ -110,7 +110,7 @@ class Finder:
 
             with self._guarded():
                 for watching in self._decide(None, stepping=optimizer):
-                    lifecycle_of(watching).session.clock._before(optimizer, args, kwargs)
+                    lifecycle_of(watching).session.clock.before_step(optimizer, args, kwargs)
         self._stepped.add(optimizer)
 
     @contextlib.contextmanager
