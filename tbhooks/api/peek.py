@@ -143,7 +143,7 @@ def _run(
                 model(*args, **kwargs)
             else:
                 notes = _forward_and_backward(model, args, kwargs, loss, recorder)
-        reader.rest()
+        reader.read_remaining()
         with without_dispatch_modes():
             observer.units.log(recorder)
         observer.end(keep_hooks=False)
@@ -159,9 +159,9 @@ def _forward_and_backward(
     model: nn.Module, args: Any, kwargs: Any, loss: Callable[[Any], Tensor] | str, recorder: Recorder
 ) -> list[str]:
     with torch.inference_mode(False), torch.enable_grad():
-        begin = _next_sequence_number()
+        begin = _sequence_number(torch.zeros((), requires_grad=True).clone().grad_fn)
         own = {id(parameter) for parameter in model.parameters()}
-        if any(_has_graph(tensor) for _, tensor in tensor_tree.inputs(args, kwargs)):
+        if any(tensor.requires_grad or tensor.is_inference() for _, tensor in tensor_tree.inputs(args, kwargs)):
             args, kwargs = tree_map_only(Tensor, lambda t: t if id(t) in own else _detached(t), (args, kwargs))
         output = model(*args, **kwargs)
         value = _summed(output) if isinstance(loss, str) else loss(output)
@@ -171,10 +171,6 @@ def _forward_and_backward(
             return ["the loss does not require a gradient: there was no backward pass"]
         _backward(value, model, begin)
     return _without_gradient(model)
-
-
-def _has_graph(tensor: Tensor) -> bool:
-    return tensor.requires_grad or tensor.is_inference()
 
 
 def _detached(tensor: Tensor) -> Tensor:
@@ -230,10 +226,6 @@ def _graph(loss: Tensor, begin: int) -> _Graph:
         is_reentrant=any(node.name() == REENTRANT for node in nodes),
         is_older=any(_sequence_number(node) < begin for node in nodes),
     )
-
-
-def _next_sequence_number() -> int:
-    return _sequence_number(torch.zeros((), requires_grad=True).clone().grad_fn)
 
 
 def _sequence_number(node: Any) -> int:
@@ -345,7 +337,7 @@ def _paused(session: CaptureSession) -> Iterator[None]:
     """Like `Watch.paused`, but the open step goes on afterwards as if nothing had happened."""
     observer, replay = session.observer, session.replay
     seen, was_open, was_attached = observer.seen, observer.gate.open, observer.placement.is_attached
-    passes = [] if replay is None else replay.passes
+    passes = replay.passes
     session.pause()
     observer.remove()
     observer.seen = None
@@ -357,5 +349,4 @@ def _paused(session: CaptureSession) -> Iterator[None]:
         if was_attached:
             observer.placement.attach()
         observer.gate.open = was_open
-        if replay is not None:
-            replay.passes = passes
+        replay.passes = passes

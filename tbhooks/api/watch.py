@@ -67,7 +67,7 @@ def watch(
     - `scalars`: which statistics are also TensorBoard scalars: "core", "all", a list of their names, or ().
     - `rules`: which rules look for problems: "default", (), or a list of rules and their names.
     - `step`: what ends a step: "optimizer", "forward", "manual" (only `Watch.step`), or "auto" to find out.
-    - `ranks`: "local" to write what the first rank of a distributed job sees, "merge" to merge all ranks.
+    - `ranks`: "local" to capture the first rank of a distributed job only, "merge" to merge all ranks.
 
     Returns the `Watch`. It closes at exit, by `close()`, or at the end of a `with` block. Raises an `ArgumentError`
     if an argument is not accepted, or if the ranks to merge do not have the same model and options.
@@ -108,8 +108,9 @@ def _start(
     # A rank of a distributed job may be killed at any time: each step is flushed.
     worker = Worker(sinks, actions.judge, report, flushes=is_in_job())
     session = CaptureSession(
-        model, selector, kinds, schedule, step, context, worker.submit, actions.raise_if_asked, report
-    )
+        model, selector, kinds, schedule, step, context, worker.submit, actions.nonfinite, actions.raise_if_asked,
+        report,
+    )  # fmt: skip
     life = Lifecycle(weakref.ref(unwrap(model)), session, worker, sinks, context, report)
     watching = Watch(session, worker, life, actions, history, kinds, make_sinks)
     if any(kind.__module__.partition(".")[0] == "keras" for kind in type(model).__mro__):

@@ -72,14 +72,12 @@ def walk(model: nn.Module) -> Modules:
 
 def parameters(modules: dict[str, nn.Module]) -> dict[str, nn.Parameter]:
     """The parameters of these modules by path; a tied one only under its first path."""
-    found: dict[str, nn.Parameter] = {}
-    seen: set[int] = set()
+    found: dict[int, tuple[str, nn.Parameter]] = {}
     for path, module in modules.items():
         for name, parameter in module._parameters.items():
-            if parameter is not None and id(parameter) not in seen:
-                seen.add(id(parameter))
-                found[name if path == ROOT else f"{path}.{name}"] = parameter
-    return found
+            if parameter is not None:
+                found.setdefault(id(parameter), (name if path == ROOT else f"{path}.{name}", parameter))
+    return dict(found.values())
 
 
 class Selector:
@@ -123,12 +121,12 @@ def _patterns(argument: str, given: object) -> tuple[Pattern, ...]:
         return ()
     patterns = tuple(given) if isinstance(given, list | tuple | set | frozenset) else (given,)
     if not patterns:
-        raise ArgumentError(f"{argument} is an empty list; leave it out, or None, to choose by nothing")
+        raise ArgumentError(f"{argument} must not be an empty list; pass None to select everything")
     for pattern in patterns:
         if not _is_pattern(pattern):
             raise ArgumentError(
-                f"{argument} takes a glob over module paths, a module class, a callable of (path, module), "
-                f"or a list of those, not {pattern!r}"
+                f"{argument} must be a glob over module paths, a module class, a callable of (path, module), "
+                f"or a list of those, got {pattern!r}"
             )
     return patterns
 

@@ -226,21 +226,19 @@ class Frame:
                 raise UnknownSiteError(f"no {kind} of {path!r} at step {self.step}: {nearest(str(kind), kinds)}")
             hint = nearest(str(path), [s.name for s in self.sites if s.kind == kind] or [s.name for s in self.sites])
             raise UnknownSiteError(f"no {kind} of {path!r} at step {self.step}: {hint}")
-        return self._reading(self._index[key])
-
-    def _reading(self, i: int) -> Reading:
+        i = self._index[key]
         return Reading(self.sites[i], self.values[i], self.buckets[i], self.spreads[i], self._more(self.sites[i]))
 
     def _more(self, site: Site) -> dict[str, float]:
         dead = self.scalars.get(f"{site.kind}.dead_fraction/{site.name}")
-        found = {} if dead is None else {"dead_fraction": dead}
+        more = {} if dead is None else {"dead_fraction": dead}
         if site.plain_kind != "functional" or site.attention_stat is not None:
-            return found
+            return more
         for name, (part, stat) in INSIDE_ATTENTION.items():
             key = (f"{site.path}.{part}{site.index}", site.kind)
             if key in self._index:
-                found[name] = getattr(self[key], stat)
-        return found
+                more[name] = getattr(self[key], stat)
+        return more
 
     @property
     def has_numbers(self) -> bool:

@@ -29,10 +29,11 @@ def listed(names: Sequence[str], most: int = 5) -> str:
 
 
 def _by_value(mapping: dict[str, str]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+    """The keys of each value."""
+    grouped: dict[str, list[str]] = {}
     for key, value in mapping.items():
-        found.setdefault(value, []).append(key)
-    return found
+        grouped.setdefault(value, []).append(key)
+    return grouped
 
 
 @dataclass(frozen=True)

@@ -152,9 +152,9 @@ def quantile(values: Floats, counts: Counts, q: float) -> Floats:
         rank = target - (below[rows, bucket] - held[:, 1])
         start = density[:, 1] - slope * width[:, 1] / 2
         away = 2 * rank / (start + np.sqrt(np.maximum(start**2 + 2 * slope * rank, 0.0)))
-        found = left[:, 1] + np.nan_to_num(away, nan=0.0)
-        found[(bucket == MIDDLE) & (values[:, ZEROS] > 0)] = 0.0  # other values in this bucket are below 2**-64
-        return np.where(total > 0, np.clip(found, left[:, 1], right[:, 1]), np.nan)
+        value = left[:, 1] + np.nan_to_num(away, nan=0.0)
+        value[(bucket == MIDDLE) & (values[:, ZEROS] > 0)] = 0.0  # other values in this bucket are below 2**-64
+        return np.where(total > 0, np.clip(value, left[:, 1], right[:, 1]), np.nan)
 
 
 def _slope(density: Floats, middle: Floats, width: Floats) -> Floats:

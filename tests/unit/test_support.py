@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
-from tests.support import fake_device, reference, zoo
+from tests.support import fake_device, groups, reference, zoo
 from tests.support.fake_device import DEVICE, FakeDeviceTensor, Log, put, to_device
 from tests.support.slow import COLLECTED, cases
 from tests.support.zoo import ZOO
@@ -154,6 +155,36 @@ def test_cases_are_slow_but_for_those_that_are_named() -> None:
         cases(["a"], always={"b"}, reason="long")
     with pytest.raises(ValueError, match="at least one"):
         cases(["a"], always=(), reason="long")
+
+
+def test_groups_say_what_was_skipped_and_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "test_some.py"
+    file.write_text(
+        "import pytest\ndef test_a(): pass\ndef test_b(): pytest.skip('no mains')\n"
+        "@pytest.mark.xfail\ndef test_c(): assert False\n"
+    )
+    broken = tmp_path / "test_broken.py"
+    broken.write_text("def test_d(): assert False\n")
+    absent = groups.Group((), missing=lambda: "there is no oven")
+    monkeypatch.setattr(groups, "GROUPS", {"some": groups.Group((str(file),)), "absent": absent})
+    assert groups.main([]) == 0
+    some, skipped = capsys.readouterr().out.splitlines()[-2:]
+    assert some.startswith("some: passed in ")
+    assert some.endswith(" s, 2 passed, 1 skipped; 1 skipped: no mains")
+    assert skipped == "absent: skipped, there is no oven"
+    assert groups.main(["absent"]) == 1, "a group that was asked for and cannot run"
+    groups.GROUPS["some"] = groups.Group((str(broken),))
+    assert groups.main(["some"]) == 1
+    assert "some: FAILED in " in capsys.readouterr().out
+
+
+def test_every_file_of_tests_is_in_a_group() -> None:
+    """Those that the groups of all files ignore have a group of their own."""
+    ignored = {argument.removeprefix("--ignore=") for argument in groups.OTHERS}
+    own = {argument for group in groups.GROUPS.values() for argument in group.arguments if argument[:6] == "tests/"}
+    assert ignored == own
 
 
 # --- Reference statistics -------------------------------------------------------------------------

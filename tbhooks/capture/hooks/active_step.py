@@ -42,7 +42,7 @@ class StepListener(Protocol):
 
 
 class ActiveStep:
-    """What all readers of one watch share: the open step, its recorder, and who else looks at its tensors."""
+    """What all readers of one watch share: the open step, its recorder, and the collectors of its tensors."""
 
     def __init__(
         self, model: weakref.ref[nn.Module], recorder: Recorder, gate: CompileGate, listener: StepListener | None,
@@ -74,7 +74,7 @@ class ActiveStep:
         self.collectors.begin()
 
     def reopen(self) -> None:
-        """Begins the step anew: what was recorded so far is not part of it."""
+        """Begins the step again: what was recorded so far is not part of it."""
         self.open()
         self.recorder.restart()
 

@@ -59,7 +59,7 @@ class GradientReader:
                 report.hooks_fired += 1
                 first, *others = hook.sites
                 if has_no_data(gradient):
-                    report.mark_unseen(str(recorder.sites[first]), "it holds no data: a torch.func stand-in")
+                    report.mark_unseen(str(recorder.sites[first]), "the tensor holds no data, as in torch.func")
                     return
                 with without_dispatch_modes():
                     span = recorder.record(first, gradient, context.scale, context.running)

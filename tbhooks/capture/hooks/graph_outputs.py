@@ -63,8 +63,8 @@ class GraphReader:
         if recorder.overflowed:
             return
         record_tensor(recorder, _site(recorder, hook, kind, index), tensor, self._report, forward)
-        if not is_provisional and (hook.shows_inputs if kind == "input" else hook.shows_outputs):
-            self._outputs.show(hook.path, kind, index, tensor)
+        if not is_provisional and (hook.collects_inputs if kind == "input" else hook.collects_outputs):
+            self._outputs.collect(hook.path, kind, index, tensor)
         if kind != "activation":
             return
         (forward.paths if is_provisional else context.called).add(hook.path)

@@ -59,6 +59,8 @@ class ForwardHook(UnpicklableHook):
     __slots__ = (
         "__weakref__",
         "broken",
+        "collects_inputs",
+        "collects_outputs",
         "ends_backward",
         "failures",
         "gate",
@@ -71,8 +73,6 @@ class ForwardHook(UnpicklableHook):
         "reads_inputs",
         "reads_operations",
         "reads_outputs",
-        "shows_inputs",
-        "shows_outputs",
         "sites",
     )  # fmt: skip
 
@@ -88,7 +88,7 @@ class ForwardHook(UnpicklableHook):
         self.reads_inputs = chosen and "input" in wanted
         self.reads_operations = chosen and "functional" in wanted
         # Set when it is attached: whether a collector wants its tensors.
-        self.shows_outputs = self.shows_inputs = False
+        self.collects_outputs = self.collects_inputs = False
         self.has_units = isinstance(module, RECTIFIERS)
         # Weight gradients are read when a backward pass through its output ends. A forward that no backward pass goes
         # through is not part of the step.

@@ -131,8 +131,8 @@ class HookManager:
                 self.hooks[path] if known else ForwardHook(self._observer, path, module, self._wanted, path in chosen)
             )
             if self._collectors:
-                hooks[path].shows_outputs = self._collectors.wants(path, module)
-                hooks[path].shows_inputs = self._collectors.wants_inputs(path, module)
+                hooks[path].collects_outputs = self._collectors.wants(path, module)
+                hooks[path].collects_inputs = self._collectors.wants_inputs(path, module)
             self._handles += self._register(hooks[path], module)
         self.hooks = hooks
         self.is_attached = bool(hooks)
@@ -275,10 +275,10 @@ class HookManager:
             if chosen or "weight_gradient" in self._wanted:
                 chosen = {ROOT: modules[ROOT], **chosen}
             if self._collectors:
-                chosen |= {path: module for path, module in modules.items() if self._is_shown(path, module)}
+                chosen |= {path: module for path, module in modules.items() if self._is_collected(path, module)}
         return {path: module for path, module in chosen.items() if self._can_be_hooked(path, module)}
 
-    def _is_shown(self, path: str, module: nn.Module) -> bool:
+    def _is_collected(self, path: str, module: nn.Module) -> bool:
         return self._collectors.wants(path, module) or self._collectors.wants_inputs(path, module)
 
     def _can_be_hooked(self, path: str, module: nn.Module) -> bool:
@@ -290,12 +290,12 @@ class HookManager:
     def _register(self, hook: ForwardHook, module: nn.Module) -> Iterator[RemovableHandle]:
         if hook.path == ROOT:
             yield module.register_forward_pre_hook(BeginHook(self._observer))
-        if hook.reads_inputs or hook.shows_inputs:
+        if hook.reads_inputs or hook.collects_inputs:
             yield _hook_begin(module, InputHook(hook))
         if self._functional is not None:
             yield module.register_forward_pre_hook(EnterHook(self._functional, hook))
         dynamo.stays_uncompiled(type(module).forward)
-        if hook.reads or hook.ends_backward or hook.shows_outputs:
+        if hook.reads or hook.ends_backward or hook.collects_outputs:
             # What register_forward_hook does, without a handle.
             module._forward_hooks[self._key] = hook
         if self._functional is not None:

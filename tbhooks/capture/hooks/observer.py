@@ -101,7 +101,7 @@ class Observer:
     def end(self, keep_hooks: bool) -> None:
         """Closes a step that ran to its end, and reports what was expected in it and did not come."""
         if self._functional is not None and self.gate.was_compiled:
-            self._report.mark_unseen("functional", "inside compiled code modules are seen, and operations are not")
+            self._report.mark_unseen("functional", "operations inside compiled code are not read")
         if self.seen is not None:
             self.placement.report_lost(self.seen.called)
             watched = [path for path, hook in self.placement.hooks.items() if hook.reads]

@@ -42,7 +42,7 @@ class OutputReader:
         (forward.paths if self._step.is_provisional(forward) else context.called).add(hook.path)
         found = tensor_tree.tensors(output)
         if not found:
-            self._report.mark_unseen(hook.path, f"its output, a {type(output).__name__}, shows no tensor")
+            self._report.mark_unseen(hook.path, f"its output ({type(output).__name__}) contains no tensor")
         is_hidden = self._step.gate.was_compiled and dynamo.with_gradients_inside(found)
         for index, tensor in found:
             self._read_tensor(context, forward, hook, index, tensor, is_hidden)
@@ -52,7 +52,7 @@ class OutputReader:
         self, context: StepContext, forward: Pass, hook: ForwardHook, index: str, tensor: Tensor, is_hidden: bool
     ) -> None:  # fmt: skip
         if has_no_data(tensor):
-            self._report.mark_unseen(hook.path + index, "it holds no data: a tracing or torch.func stand-in")
+            self._report.mark_unseen(hook.path + index, "the tensor holds no data, as in tracing and torch.func")
             return
         recorder, is_recomputed = self._step.recorder, in_backward()
         activation, gradient = hook.site_numbers(index)
@@ -64,8 +64,8 @@ class OutputReader:
                 span = _record(recorder, activation, tensor, forward)
             if span is None or self._report.unseen:
                 _mark(self._report, hook.path + index, tensor, span is not None)
-        if (hook.has_units or hook.shows_outputs) and not is_recomputed and not self._step.is_provisional(forward):
-            self._show_output(hook, index, tensor)
+        if (hook.has_units or hook.collects_outputs) and not is_recomputed and not self._step.is_provisional(forward):
+            self._collect_output(hook, index, tensor)
         if is_hidden and gradient != NO_SITE:
             gradient = NO_SITE
             self._report.mark_unseen(f"gradient/{hook.path}{index}", dynamo.GRADIENTS_INSIDE)
@@ -80,14 +80,14 @@ class OutputReader:
                 gradient_hook.sites.append(gradient)
         context.cache(tensor, span, gradient_hook)
 
-    def _show_output(self, hook: ForwardHook, index: str, tensor: Tensor) -> None:
+    def _collect_output(self, hook: ForwardHook, index: str, tensor: Tensor) -> None:
         local = sharded_tensors.local_tensor(tensor) if hook.has_units and hook.reads_outputs else None
         if local is not None:
             self._step.dead_units.add(f"activation/{hook.path}{index}", local)
-        if hook.shows_outputs:
-            self.show(hook.path, "activation", index, tensor)
+        if hook.collects_outputs:
+            self.collect(hook.path, "activation", index, tensor)
 
-    def show(self, path: str, kind: str, index: str, tensor: Tensor) -> bool:
+    def collect(self, path: str, kind: str, index: str, tensor: Tensor) -> bool:
         """Calls the collectors with the part of a tensor that is on this rank. Returns whether there is any."""
         local = sharded_tensors.local_tensor(tensor)
         if local is None or has_no_data(local):
@@ -102,8 +102,8 @@ class OutputReader:
                 if hook.reads_inputs:
                     site = recorder.number(Site(hook.path, "input", index))
                     record_tensor(recorder, site, tensor, self._report, forward)
-                if hook.shows_inputs and recorder is self._step.recorder:
-                    self.show(hook.path, "input", index, tensor)
+                if hook.collects_inputs and recorder is self._step.recorder:
+                    self.collect(hook.path, "input", index, tensor)
 
     def read_operation(self, recorder: Recorder, hook: ForwardHook, path: str, index: str, tensor: Tensor) -> bool:
         """Returns whether a collector was called with the tensor."""
@@ -112,11 +112,11 @@ class OutputReader:
         record_tensor(recorder, site, tensor, self._report, step.current_pass(recorder))
         if path.endswith(RECTIFIED) and recorder is not step.evaluation:
             step.dead_units.add(f"functional/{path}{index}", tensor)
-        return hook.shows_outputs and recorder is step.recorder and self.show(path, "functional", index, tensor)
+        return hook.collects_outputs and recorder is step.recorder and self.collect(path, "functional", index, tensor)
 
 
 def record_tensor(recorder: Recorder, site: int, tensor: Tensor, report: Report, owner: object) -> None:
-    """Records a tensor if its site was asked for and it has numbers; reports what holds no real ones."""
+    """Records a tensor if its site is wanted and it has data; reports a tensor without real numbers."""
     if site != NO_SITE and not has_no_data(tensor):
         _mark(report, str(recorder.sites[site]), tensor, _record(recorder, site, tensor, owner) is not None)
 

@@ -646,8 +646,8 @@ def test_a_model_on_a_device_is_read_there_and_kept_on_the_host() -> None:
         ({"loss": lambda y: y}, r"got a torch.float32 tensor of shape \(2, 3\)"),
         ({"loss": lambda y: 1.5}, "a floating-point tensor with one element, got 1.5"),
         ({"keep": "encodr"}, "keep='encodr' matches no module of this model: did you mean 'encoder'"),
-        ({"keep": 3}, "keep takes a glob"),
-        ({"keep": []}, "keep is an empty list"),
+        ({"keep": 3}, "keep must be a glob"),
+        ({"keep": []}, "keep must not be an empty list"),
     ],
 )
 def test_wrong_arguments_are_refused_with_the_right_ones(options: dict[str, Any], message: str) -> None:

@@ -258,12 +258,12 @@ def test_an_exclude_that_leaves_nothing_is_an_error() -> None:
 @pytest.mark.parametrize("argument", ["include", "exclude"])
 @pytest.mark.parametrize("wrong", [3, 1.5, True, int, ["encoder", 3], [None], [int], {"encoder": 1}, b"encoder"])
 def test_wrong_types_are_named_with_what_is_accepted(argument: str, wrong: Any) -> None:
-    with pytest.raises(ArgumentError, match=f"{argument} takes a glob over module paths, a module class"):
+    with pytest.raises(ArgumentError, match=f"{argument} must be a glob over module paths, a module class"):
         chosen(**{argument: wrong})
 
 
 @pytest.mark.parametrize("argument", ["include", "exclude"])
 def test_a_module_itself_is_no_pattern(argument: str) -> None:
     model = small()
-    with pytest.raises(ArgumentError, match=f"{argument} takes a glob"):
+    with pytest.raises(ArgumentError, match=f"{argument} must be a glob"):
         chosen(**{argument: model["encoder"]}, model=model)

@@ -52,8 +52,11 @@ CASES = {
     "raises": Case(("raises.py",), (0, 5, 10), "(root)", "bias", code=1),
     "without_torch": Case(("without_torch.py", "-m", "x"), runs=()),
 }
-# Each starts two processes that import torch. Of the frameworks Lightning is the one in `make test`.
-SLOW = ("arguments", "compiled_model", "own_writer", "progress_bar", "trainer_gpt", "accelerate_loop")
+# Each starts two processes that import torch. Of frameworks Lightning is in `make test`, of the ways to end an
+# exception; test_run_launcher.py has every way to end, test_run_model_finder.py several models.
+SLOW = (
+    "arguments", "compiled_model", "own_writer", "progress_bar", "trainer_gpt", "accelerate_loop", "gan", "exits_3",
+)  # fmt: skip
 
 
 def environment() -> dict[str, str]:
@@ -110,7 +113,7 @@ def test_a_script_does_what_it_did_and_leaves_a_run_full_of_tags(tmp_path: Path,
         [directory] = (tmp_path / "watched").glob(pattern)
         check_run(directory, case)
         assert any(line.startswith(f"{OURS}{directory.relative_to(tmp_path / 'watched')}: ") for line in said)
-    assert said[-1].startswith(f"{OURS}to look: tensorboard --logdir ")
+    assert said[-1].startswith(f"{OURS}to view: tensorboard --logdir ")
 
 
 def check_run(directory: Path, case: Case) -> None:
@@ -160,13 +163,19 @@ def test_every_rank_trains_to_the_same_bit_under_torchrun(tmp_path: Path) -> Non
 SHARDED = str(SCRIPTS / "fsdp_loop.py")
 
 
-@pytest.mark.parametrize("merged", [False, True], ids=["local", "merge"])
+@pytest.mark.parametrize(
+    "merged",
+    [
+        pytest.param(False, id="local", marks=slow("torchrun takes seconds; test_ranks.py has sharded local ranks")),
+        pytest.param(True, id="merge"),
+    ],
+)
 def test_sharded_parameters_are_merged_where_asked_for_and_told_of_where_not(tmp_path: Path, merged: bool) -> None:
     options = ("--ranks", "merge") if merged else ()
     ran = by_torchrun(tmp_path / "run", "-m", "tbhooks", "run", "--every", "5", *options, SHARDED)
     assert ran.returncode == 0, ran.stderr[-3000:]
     said = [line for line in ran.stderr.splitlines() if line.startswith(OURS)]
-    assert any("--ranks merge shows the whole" in line for line in said) is not merged
+    assert any("--ranks merge to log all of them" in line for line in said) is not merged
     assert sum("3 of 12 steps logged" in line for line in said) == 1
     [directory] = (tmp_path / "run" / "runs").iterdir()
     [first, *_] = runs.read(directory).training

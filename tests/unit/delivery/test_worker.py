@@ -83,20 +83,20 @@ def report() -> Report:
 
 @pytest.fixture
 def make(report: Report) -> Iterator[Callable[..., Worker]]:
-    """Pumps that share the test's report and are closed after it, gates open."""
+    """Workers that share the test's report and are closed after it, gates open."""
     made: list[tuple[Worker, tuple[Sink, ...]]] = []
 
     def build(*sinks: Sink, judge: Callable[[Frame], Frame] = unchanged) -> Worker:
-        pump = Worker(sinks, judge, report)
-        made.append((pump, sinks))
-        return pump
+        worker = Worker(sinks, judge, report)
+        made.append((worker, sinks))
+        return worker
 
     yield build
-    for pump, sinks in made:
+    for worker, sinks in made:
         for sink in sinks:
             if isinstance(sink, GatedSink):
                 sink.gate.set()
-        pump.close(5)
+        worker.close(5)
 
 
 @contextlib.contextmanager
@@ -106,12 +106,12 @@ def at_most(seconds: float) -> Iterator[None]:
     assert time.perf_counter() - started < seconds
 
 
-def fill(pump: Worker, sink: GatedSink, more: int = 0) -> None:
+def fill(worker: Worker, sink: GatedSink, more: int = 0) -> None:
     """One step inside the sink, a full queue behind it, and `more` that find no place."""
-    pump.submit(Step(make_frame(0)))
+    worker.submit(Step(make_frame(0)))
     assert sink.entered.wait(10)
     for step in range(1, 1 + QUEUE_STEPS + more):
-        pump.submit(Step(make_frame(step)))
+        worker.submit(Step(make_frame(step)))
 
 
 # --- Order and the queue ----------------------------------------------------------------------------
@@ -119,21 +119,21 @@ def fill(pump: Worker, sink: GatedSink, more: int = 0) -> None:
 
 def test_frames_arrive_in_the_order_they_were_submitted(make: Callable[..., Worker]) -> None:
     first, second = MemorySink(), MemorySink()
-    pump = make(first, second)
+    worker = make(first, second)
     for step in range(50):
-        pump.submit(Step(make_frame(step)))
+        worker.submit(Step(make_frame(step)))
         if step % QUEUE_STEPS == QUEUE_STEPS - 1:
-            assert pump.wait(10)
-    pump.close()
+            assert worker.wait(10)
+    worker.close()
     assert steps(first) == steps(second) == list(range(50))
 
 
 def test_a_step_of_several_frames_gives_them_in_order(make: Callable[..., Worker]) -> None:
     sink = MemorySink()
-    pump = make(sink)
-    pump.submit(Step(make_frame(3), make_frame(5)))
-    pump.submit(Step())
-    pump.close()
+    worker = make(sink)
+    worker.submit(Step(make_frame(3), make_frame(5)))
+    worker.submit(Step())
+    worker.close()
     assert steps(sink) == [3, 5]
 
 
@@ -141,13 +141,13 @@ def test_a_full_queue_drops_and_counts_and_never_blocks(
     make: Callable[..., Worker], report: Report, caplog: Log
 ) -> None:
     sink = GatedSink()
-    pump = make(sink)
+    worker = make(sink)
     with caplog.at_level(logging.WARNING, "tbhooks"), at_most(1.0):
-        fill(pump, sink, more=20)
+        fill(worker, sink, more=20)
     assert report.dropped == 20
     assert [record.levelname for record in caplog.records if "dropped" in record.message] == ["WARNING"]
     sink.gate.set()
-    pump.close()
+    worker.close()
     assert steps(sink) == list(range(1 + QUEUE_STEPS))
     assert report.dropped == 20
     assert report.errors == 0
@@ -155,12 +155,12 @@ def test_a_full_queue_drops_and_counts_and_never_blocks(
 
 def test_a_queue_with_room_again_takes_steps_again(make: Callable[..., Worker], report: Report) -> None:
     sink = GatedSink()
-    pump = make(sink)
-    fill(pump, sink, more=1)
+    worker = make(sink)
+    fill(worker, sink, more=1)
     sink.gate.set()
-    assert pump.wait(10)
-    pump.submit(Step(make_frame(100)))
-    pump.close()
+    assert worker.wait(10)
+    worker.submit(Step(make_frame(100)))
+    worker.close()
     assert steps(sink)[-1] == 100
     assert report.dropped == 1
 
@@ -172,11 +172,11 @@ def test_a_slow_sink_gets_everything_the_queue_took(make: Callable[..., Worker],
             super().write(frame)
 
     slow, quick = SlowSink(), MemorySink()
-    pump = make(slow, quick)
+    worker = make(slow, quick)
     with at_most(0.4):
         for step in range(8):
-            pump.submit(Step(make_frame(step)))
-    pump.close()
+            worker.submit(Step(make_frame(step)))
+    worker.close()
     assert steps(slow) == steps(quick) == list(range(8))
     assert report.dropped == 0
     assert report.seconds_pump >= 0.8
@@ -184,9 +184,9 @@ def test_a_slow_sink_gets_everything_the_queue_took(make: Callable[..., Worker],
 
 def test_steps_that_weigh_nothing_are_bounded_by_their_number(make: Callable[..., Worker], report: Report) -> None:
     sink = GatedSink()
-    pump = make(sink)
-    fill(pump, sink, more=5 * QUEUE_STEPS)
-    assert len(pump._queue) == QUEUE_STEPS
+    worker = make(sink)
+    fill(worker, sink, more=5 * QUEUE_STEPS)
+    assert len(worker._queue) == QUEUE_STEPS
     assert report.dropped == 5 * QUEUE_STEPS
 
 
@@ -194,23 +194,23 @@ def test_heavy_steps_are_bounded_by_their_bytes_and_one_is_always_taken(
     make: Callable[..., Worker], report: Report
 ) -> None:
     sink = GatedSink()
-    pump = make(sink)
-    pump.submit(Step(make_frame(0), nbytes=QUEUE_BYTES * 3))
+    worker = make(sink)
+    worker.submit(Step(make_frame(0), nbytes=QUEUE_BYTES * 3))
     assert sink.entered.wait(10)
-    pump.submit(Step(make_frame(1), nbytes=QUEUE_BYTES * 2))  # the queue is empty, so there is room
-    pump.submit(Step(make_frame(2), nbytes=1))
+    worker.submit(Step(make_frame(1), nbytes=QUEUE_BYTES * 2))  # the queue is empty, so there is room
+    worker.submit(Step(make_frame(2), nbytes=1))
     assert report.dropped == 1
     sink.gate.set()
-    assert pump.wait(10)
+    assert worker.wait(10)
     sink.gate.clear()
     sink.entered.clear()
-    pump.submit(Step(make_frame(3)))
+    worker.submit(Step(make_frame(3)))
     assert sink.entered.wait(10)
     for step in range(4, 9):  # what has been written counts no longer
-        pump.submit(Step(make_frame(step), nbytes=QUEUE_BYTES // 3))
+        worker.submit(Step(make_frame(step), nbytes=QUEUE_BYTES // 3))
     assert report.dropped == 3
     sink.gate.set()
-    pump.close()
+    worker.close()
     assert steps(sink) == [0, 1, 3, 4, 5, 6]
 
 
@@ -252,23 +252,23 @@ def test_handing_a_step_over_takes_as_much_work_behind_a_long_queue_as_behind_a_
     make: Callable[..., Worker], report: Report
 ) -> None:
     sink = GatedSink()
-    pump = make(sink)
-    pump.submit(Step(make_frame(0)))
+    worker = make(sink)
+    worker.submit(Step(make_frame(0)))
     assert sink.entered.wait(10)
     frame = make_frame(1)
     while report.dropped < 3:
-        pump.submit(Weighed(frame))
-        assert len(pump._queue) < 5000, "nothing is dropped"
+        worker.submit(Weighed(frame))
+        assert len(worker._queue) < 5000, "nothing is dropped"
     Weighed.asked = 0
-    full = [work(lambda: pump.submit(Weighed(frame))) for _ in range(5)]
+    full = [work(lambda: worker.submit(Weighed(frame))) for _ in range(5)]
     assert Weighed.asked <= 10
     sink.gate.set()
-    assert pump.wait(30)
+    assert worker.wait(30)
     sink.gate.clear()
     sink.entered.clear()
-    pump.submit(Step(frame))
+    worker.submit(Step(frame))
     assert sink.entered.wait(10)
-    taken = [work(lambda: pump.submit(Weighed(frame))) for _ in range(QUEUE_STEPS)]
+    taken = [work(lambda: worker.submit(Weighed(frame))) for _ in range(QUEUE_STEPS)]
     usual = sorted(taken)[QUEUE_STEPS // 2]
     assert max(taken[-8:]) <= usual + 20
     assert min(full) < 2 * usual + 40
@@ -280,24 +280,24 @@ def test_what_ranks_wait_for_is_bounded_too(make: Callable[..., Worker], report:
             return Step(*self._frames)
 
     sink = GatedSink()
-    pump = make(sink)
-    fill(pump, sink)
+    worker = make(sink)
+    fill(worker, sink)
     frame = make_frame(1, {})
     for _ in range(40 * QUEUE_STEPS):
-        pump.submit(Awaited(frame))
+        worker.submit(Awaited(frame))
     assert report.dropped == 40 * QUEUE_STEPS
-    assert len(pump._queue) <= 20 * QUEUE_STEPS
+    assert len(worker._queue) <= 20 * QUEUE_STEPS
 
 
 def test_waiting_for_a_hung_sink_again_and_again_fills_no_queue(make: Callable[..., Worker]) -> None:
     sink = GatedSink()
-    pump = make(sink)
-    fill(pump, sink)
+    worker = make(sink)
+    fill(worker, sink)
     for _ in range(50):
-        assert not pump.flush(0)
-    assert len(pump._queue) <= QUEUE_STEPS + 1
+        assert not worker.flush(0)
+    assert len(worker._queue) <= QUEUE_STEPS + 1
     sink.gate.set()
-    assert pump.flush(10)
+    assert worker.flush(10)
     assert sink.calls == ["flush"] * len(sink.calls)
     assert len(sink.calls) <= 2
 
@@ -309,12 +309,12 @@ def test_a_failing_sink_stops_no_other_and_is_told_once(
     make: Callable[..., Worker], report: Report, caplog: Log
 ) -> None:
     before, failing, after = MemorySink(), FailingSink(), MemorySink()
-    pump = make(before, failing, after)
+    worker = make(before, failing, after)
     with caplog.at_level(logging.DEBUG, "tbhooks"):
         for step in range(5):
-            pump.submit(Step(make_frame(step)))
-        pump.flush()
-        pump.close()
+            worker.submit(Step(make_frame(step)))
+        worker.flush()
+        worker.close()
     assert steps(before) == steps(after) == list(range(5))
     assert failing.asked == ["write"] * 5 + ["flush", "close"]
     assert report.errors == 7
@@ -328,11 +328,11 @@ def test_a_failing_sink_stops_no_other_and_is_told_once(
 def test_a_step_no_sink_could_write_is_counted_as_dropped(
     make: Callable[..., Worker], report: Report, caplog: Log
 ) -> None:
-    pump = make(FailingSink(), FailingSink())
+    worker = make(FailingSink(), FailingSink())
     with caplog.at_level(logging.DEBUG, "tbhooks"):
         for step in range(3):
-            pump.submit(Step(make_frame(step)))
-        assert pump.wait(10)
+            worker.submit(Step(make_frame(step)))
+        assert worker.wait(10)
     assert report.dropped == 3
     assert report.errors == 6
     assert [record.levelname for record in caplog.records] == ["ERROR", "WARNING"]
@@ -340,11 +340,11 @@ def test_a_step_no_sink_could_write_is_counted_as_dropped(
 
 def test_each_kind_of_failure_is_told(make: Callable[..., Worker], report: Report) -> None:
     sink = FailingSink()
-    pump = make(sink, MemorySink())
+    worker = make(sink, MemorySink())
     for problem in (OSError("disk"), ValueError("value"), OSError("disk, again")):
         sink.problem = problem
-        pump.submit(Step(make_frame()))
-        assert pump.wait(10)
+        worker.submit(Step(make_frame()))
+        assert worker.wait(10)
     assert report.messages == ["FailingSink: OSError: disk", "FailingSink: ValueError: value"]
     assert report.errors == 3
 
@@ -352,13 +352,13 @@ def test_each_kind_of_failure_is_told(make: Callable[..., Worker], report: Repor
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_sink_that_exits_does_not_end_the_thread(report: Report) -> None:
     good = MemorySink()
-    pump = Worker((FailingSink(SystemExit(1)), good), unchanged, report)
-    pump.submit(Step(make_frame(0)))
+    worker = Worker((FailingSink(SystemExit(1)), good), unchanged, report)
+    worker.submit(Step(make_frame(0)))
     try:
-        assert pump.flush(1)
+        assert worker.flush(1)
         assert steps(good) == [0]
     finally:
-        pump.close(0.1)
+        worker.close(0.1)
 
 
 def test_a_judge_that_fails_does_not_lose_the_frame(make: Callable[..., Worker], report: Report) -> None:
@@ -366,11 +366,11 @@ def test_a_judge_that_fails_does_not_lose_the_frame(make: Callable[..., Worker],
         raise ZeroDivisionError("a rule divides")
 
     sink = MemorySink()
-    pump = make(sink, judge=judge)
+    worker = make(sink, judge=judge)
     frames = [make_frame(0), make_frame(1)]
     for frame in frames:
-        pump.submit(Step(frame))
-    pump.close()
+        worker.submit(Step(frame))
+    worker.close()
     assert sink.frames == frames
     assert (report.errors, report.dropped) == (2, 0)
     assert report.messages == ["rules: ZeroDivisionError: a rule divides"]
@@ -379,9 +379,9 @@ def test_a_judge_that_fails_does_not_lose_the_frame(make: Callable[..., Worker],
 def test_sinks_get_what_the_judge_made_of_the_frame(make: Callable[..., Worker]) -> None:
     judged = make_frame(7)
     sink = MemorySink()
-    pump = make(sink, judge=lambda frame: judged)
-    pump.submit(Step(make_frame(0)))
-    pump.close()
+    worker = make(sink, judge=lambda frame: judged)
+    worker.submit(Step(make_frame(0)))
+    worker.close()
     assert sink.frames == [judged]
 
 
@@ -389,11 +389,11 @@ def test_a_step_that_cannot_be_read_is_dropped_counted_and_survived(
     make: Callable[..., Worker], report: Report
 ) -> None:
     sink = MemorySink()
-    pump = make(sink)
-    pump.submit(Step(make_frame(0)))
-    pump.submit(Step(problem=RuntimeError("device gone")))
-    pump.submit(Step(make_frame(2)))
-    pump.close()
+    worker = make(sink)
+    worker.submit(Step(make_frame(0)))
+    worker.submit(Step(problem=RuntimeError("device gone")))
+    worker.submit(Step(make_frame(2)))
+    worker.close()
     assert steps(sink) == [0, 2]
     assert (report.errors, report.dropped) == (1, 1)
     assert "making a frame: RuntimeError: device gone" in report.messages
@@ -404,36 +404,36 @@ def test_a_step_that_cannot_be_read_is_dropped_counted_and_survived(
 
 def test_flush_waits_for_what_was_submitted_and_flushes_the_sinks(make: Callable[..., Worker]) -> None:
     sink = GatedSink()
-    pump = make(sink)
-    fill(pump, sink)
+    worker = make(sink)
+    fill(worker, sink)
     threading.Timer(0.2, sink.gate.set).start()
-    assert pump.flush(10)
+    assert worker.flush(10)
     assert steps(sink) == list(range(1 + QUEUE_STEPS))
     assert sink.calls == ["flush"]
 
 
 def test_flush_gives_up_in_time_and_says_so(make: Callable[..., Worker]) -> None:
     sink = GatedSink()
-    pump = make(sink)
-    fill(pump, sink)
+    worker = make(sink)
+    fill(worker, sink)
     with at_most(2.0):
-        assert not pump.flush(0.2)
+        assert not worker.flush(0.2)
     assert not sink.calls
 
 
-def test_flush_of_a_pump_that_never_had_anything_is_done_at_once(make: Callable[..., Worker]) -> None:
+def test_flush_of_a_worker_that_never_had_anything_is_done_at_once(make: Callable[..., Worker]) -> None:
     sink = GatedSink()
-    pump = make(sink)
-    assert pump.flush(10)
+    worker = make(sink)
+    assert worker.flush(10)
     assert not sink.calls
 
 
 def test_close_writes_what_is_left_and_closes_the_sinks_last(make: Callable[..., Worker], report: Report) -> None:
     sink = GatedSink()
-    pump = make(sink)
-    fill(pump, sink)
+    worker = make(sink)
+    fill(worker, sink)
     threading.Timer(0.2, sink.gate.set).start()
-    pump.close(10)
+    worker.close(10)
     assert steps(sink) == list(range(1 + QUEUE_STEPS))
     assert sink.calls == ["close"]
     assert (report.errors, report.dropped) == (0, 0)
@@ -447,10 +447,10 @@ def test_close_closes_sinks_that_never_got_anything(make: Callable[..., Worker])
 
 def test_close_keeps_its_deadline_and_counts_the_loss(make: Callable[..., Worker], report: Report, caplog: Log) -> None:
     sink = GatedSink()
-    pump = make(sink)
-    fill(pump, sink)
+    worker = make(sink)
+    fill(worker, sink)
     with caplog.at_level(logging.WARNING, "tbhooks"), at_most(2.0):
-        pump.close(timeout_s=0.2)
+        worker.close(timeout_s=0.2)
     assert report.dropped == 1 + QUEUE_STEPS
     (record,) = caplog.records
     assert "0.2 s after close()" in record.message
@@ -462,10 +462,10 @@ def test_a_sink_slow_to_close_loses_no_step(make: Callable[..., Worker], report:
             time.sleep(0.5)
 
     sink = SlowToClose()
-    pump = make(sink)
-    pump.submit(Step(make_frame(0)))
-    assert pump.wait(10)
-    pump.close(timeout_s=0.1)
+    worker = make(sink)
+    worker.submit(Step(make_frame(0)))
+    assert worker.wait(10)
+    worker.close(timeout_s=0.1)
     assert steps(sink) == [0]
     assert report.dropped == 0
 
@@ -473,11 +473,11 @@ def test_a_sink_slow_to_close_loses_no_step(make: Callable[..., Worker], report:
 def test_close_can_be_called_again(make: Callable[..., Worker]) -> None:
     sink = GatedSink()
     sink.gate.set()
-    pump = make(sink)
-    pump.submit(Step(make_frame(0)))
-    pump.close()
+    worker = make(sink)
+    worker.submit(Step(make_frame(0)))
+    worker.close()
     with at_most(0.5):
-        pump.close()
+        worker.close()
     assert sink.calls == ["close"]
     assert steps(sink) == [0]
 
@@ -485,25 +485,25 @@ def test_close_can_be_called_again(make: Callable[..., Worker]) -> None:
 def test_after_close_nothing_is_taken_counted_or_waited_for(make: Callable[..., Worker], report: Report) -> None:
     sink = GatedSink()
     sink.gate.set()
-    pump = make(sink)
-    pump.submit(Step(make_frame(0)))
-    pump.close()
-    pump.submit(Step(make_frame(1)))
+    worker = make(sink)
+    worker.submit(Step(make_frame(0)))
+    worker.close()
+    worker.submit(Step(make_frame(1)))
     with at_most(0.5):
-        assert pump.flush(10)
-        assert pump.wait(10)
+        assert worker.flush(10)
+        assert worker.wait(10)
     assert steps(sink) == [0]
     assert sink.calls == ["close"]
     assert (report.errors, report.dropped) == (0, 0)
 
 
-def test_an_abandoned_pump_does_nothing(make: Callable[..., Worker], report: Report) -> None:
+def test_an_abandoned_worker_does_nothing(make: Callable[..., Worker], report: Report) -> None:
     sink = GatedSink()
-    pump = make(sink)
-    pump.abandon()
-    pump.submit(Step(make_frame(0)))
-    assert pump.flush(10)
-    pump.close(10)
+    worker = make(sink)
+    worker.abandon()
+    worker.submit(Step(make_frame(0)))
+    assert worker.flush(10)
+    worker.close(10)
     assert not sink.frames
     assert not sink.calls
     assert report.dropped == 0
@@ -524,15 +524,15 @@ def wait_until_gone(threads: list[threading.Thread]) -> None:
 
 def test_the_thread_starts_when_needed_is_a_daemon_and_ends_with_close(make: Callable[..., Worker]) -> None:
     wait_until_gone(pump_threads())
-    pump = make(MemorySink())
-    pump.flush()
+    worker = make(MemorySink())
+    worker.flush()
     assert not pump_threads()
-    pump.submit(Step(make_frame(0)))
+    worker.submit(Step(make_frame(0)))
     (thread,) = pump_threads()
     assert thread.daemon
-    pump.submit(Step(make_frame(1)))
+    worker.submit(Step(make_frame(1)))
     assert pump_threads() == [thread]
-    pump.close()
+    worker.close()
     wait_until_gone([thread])
 
 
@@ -545,26 +545,26 @@ def test_sinks_are_asked_from_one_thread_only(make: Callable[..., Worker]) -> No
 
         flush = close = lambda self: asked.append(threading.get_ident())
 
-    pump = make(Curious())
-    pump.submit(Step(make_frame(0)))
-    pump.flush()
-    pump.close()
+    worker = make(Curious())
+    worker.submit(Step(make_frame(0)))
+    worker.flush()
+    worker.close()
     assert len(asked) == 3
     assert len(set(asked)) == 1
     assert asked[0] != threading.get_ident()
 
 
-def test_a_sink_may_flush_the_pump_it_is_called_from(make: Callable[..., Worker]) -> None:
+def test_a_sink_may_flush_the_worker_it_is_called_from(make: Callable[..., Worker]) -> None:
     class Recursive(MemorySink):
         def write(self, frame: Frame) -> None:
-            assert pump.wait(10)
+            assert worker.wait(10)
             super().write(frame)
 
     sink = Recursive()
-    pump = make(sink)
-    pump.submit(Step(make_frame(0)))
+    worker = make(sink)
+    worker.submit(Step(make_frame(0)))
     with at_most(5.0):
-        pump.close()
+        worker.close()
     assert steps(sink) == [0]
 
 
@@ -573,25 +573,25 @@ def test_many_threads_may_submit_at_once(
 ) -> None:
     monkeypatch.setattr(pump_module, "QUEUE_STEPS", 10_000)
     sink = MemorySink()
-    pump = make(sink)
+    worker = make(sink)
     frame = make_frame()
 
     def submit() -> None:
         for _ in range(200):
-            pump.submit(Step(frame))
+            worker.submit(Step(frame))
 
     threads = [threading.Thread(target=submit) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(30)
-    pump.close()
+    worker.close()
     assert len(sink) == 1600
     assert report.dropped == 0
 
 
 class ClosesWhileWriting(MemorySink):
-    """Ends the pump from its own thread in the middle of a write, as the garbage collector may."""
+    """Ends the worker from its own thread in the middle of a write, as the garbage collector may."""
 
     def __init__(self, gate: threading.Event) -> None:
         super().__init__()
@@ -604,15 +604,15 @@ class ClosesWhileWriting(MemorySink):
         super().write(frame)
 
 
-def test_a_pump_that_is_ended_from_its_own_thread_writes_in_order(report: Report) -> None:
+def test_a_worker_that_is_ended_from_its_own_thread_writes_in_order(report: Report) -> None:
     gate = threading.Event()
     sink = ClosesWhileWriting(gate)
-    pump = Worker([sink], lambda frame: frame, report)
-    sink.finish = pump.finish
+    worker = Worker([sink], lambda frame: frame, report)
+    sink.finish = worker.finish
     for step in range(3):
-        pump.submit(Step(make_frame(step)))
+        worker.submit(Step(make_frame(step)))
     gate.set()
-    assert pump.wait()
+    assert worker.wait()
     assert [frame.step for frame in sink.frames] == [0, 1, 2]
 
 
@@ -626,11 +626,11 @@ def test_where_no_thread_can_be_started_steps_are_written_in_order_by_whoever_ha
     gate = threading.Event()
     gate.set()
     sink = ClosesWhileWriting(gate)
-    pump = Worker([sink], lambda frame: frame, report)
-    sink.finish = lambda: pump.submit(Step(make_frame(1))) if not sink.frames and not pump._queue else None
-    pump.submit(Step(make_frame(0)))
-    pump.submit(Step(make_frame(2)))
-    pump.close()
+    worker = Worker([sink], lambda frame: frame, report)
+    sink.finish = lambda: worker.submit(Step(make_frame(1))) if not sink.frames and not worker._queue else None
+    worker.submit(Step(make_frame(0)))
+    worker.submit(Step(make_frame(2)))
+    worker.close()
     assert [frame.step for frame in sink.frames] == [0, 1, 2]
 
 
@@ -638,10 +638,10 @@ def test_what_is_never_dropped_is_taken_by_a_full_queue_and_not_counted(
     make: Callable[..., Worker], report: Report
 ) -> None:
     sink = GatedSink()
-    pump = make(sink)
-    fill(pump, sink)
-    pump.submit(ArtifactStep((Text("told", "once"),), step=77))
+    worker = make(sink)
+    fill(worker, sink)
+    worker.submit(ArtifactStep((Text("told", "once"),), step=77))
     sink.gate.set()
-    pump.close()
+    worker.close()
     assert steps(sink)[-1] == 77
     assert report.dropped == 0
