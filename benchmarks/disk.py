@@ -102,9 +102,9 @@ def category(value: object) -> str:
     return {"simple_value": "scalars", "histo": "stock histograms"}[what]
 
 
-def table(parts: dict[str, float], size: dict[str, float], told: str) -> str:
+def table(parts: dict[str, float], size: dict[str, float], figures: str) -> str:
     share = size["one tag a number"] / size["tbhooks"]
-    lines = [told, "", "| GPT-2, 100,000 steps at every=100 | MB |", "| --- | --- |"]
+    lines = [figures, "", "| GPT-2, 100,000 steps at every=100 | MB |", "| --- | --- |"]
     lines += [f"| {name} | {bytes_ / 1e6:.1f} |" for name, bytes_ in parts.items()]
     lines += [f"| allowed | {TARGET_MB} |", "", "| ten statistics of 500 layers, 1,000 steps | MB |", "| --- | --- |"]
     lines += [f"| {name} | {bytes_ * 1000 / 1e6:.1f} |" for name, bytes_ in size.items()]
@@ -122,11 +122,11 @@ def main() -> None:
         parts = weigh(Path(directory) / "gpt2", logged_steps(real, options.logged), options.logged)
         size = weight(Path(directory))
     repeated = options.logged - len(real)
-    told = f"{len(real)} steps trained for real, {repeated} more are those repeated with their numbers jittered."
+    figures = f"{len(real)} steps trained for real, {repeated} more are those repeated with their numbers jittered."
     result = {"trained": len(real), "logged": options.logged, "gpt2": parts, "bytes": size}
     options.out.parent.mkdir(exist_ok=True)
     options.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(table(parts, size, told))
+    print(table(parts, size, figures))
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from models import WORKLOADS, chain, chain_loss
 import tbhooks
 import tbhooks.sinks.tensorboard  # in the bare process too: importing it is not what is measured
 from tbhooks.cli.bench import runner, timing, workload
-from tbhooks.cli.bench.timing import Trainee
+from tbhooks.cli.bench.timing import Variant
 
 WAYS = {
     "bare": timing.bare,
@@ -54,7 +54,7 @@ def resident(field: str) -> float:
 def buffers(watching: tbhooks.Watch) -> Numbers:
     """What is kept from one logged step to the next, in megabytes."""
     loop = watching._session
-    block = loop.parameters._before._block
+    block = loop.parameters._snapshots._block
     records = sum(buffer.records * buffer.record_bytes for buffer in loop.recorder._buffers)
     return {"records_mb": records / 1e6, "weight_copies_mb": (0 if block is None else block.nbytes) / 1e6}
 
@@ -64,23 +64,25 @@ def child(model: str, way: str) -> Numbers:
     torch.manual_seed(0)
     used = WORKLOADS[model]
     with tempfile.TemporaryDirectory() as directory:
-        trainee = Trainee(way, used.build().train(), used.loss, WAYS[way], Path(directory))
-        trainee.steps(STEPS)
-        told = {"peak_mb": resident("VmHWM")}
-        if trainee.watching is not None:
-            told |= buffers(trainee.watching)
-        trainee.close()
-    return told
+        variant = Variant(way, used.build().train(), used.loss, WAYS[way], Path(directory))
+        variant.steps(STEPS)
+        figures = {"peak_mb": resident("VmHWM")}
+        if variant.watching is not None:
+            figures |= buffers(variant.watching)
+        variant.close()
+    return figures
 
 
 def in_fresh_processes(model: str, processes: int) -> dict[str, Numbers]:
-    told: dict[str, list[Numbers]] = {way: [] for way in WAYS}
+    figures: dict[str, list[Numbers]] = {way: [] for way in WAYS}
     for number in range(processes):
-        for way, found in told.items():
+        for way, found in figures.items():
             print(f"\rmemory: process {number + 1} of {processes}, {way}   ", end="", file=sys.stderr, flush=True)
             found.append(asked("--model", model, "--child", way))
     print(file=sys.stderr)
-    return {way: {key: statistics.median(one[key] for one in found) for key in found[0]} for way, found in told.items()}
+    return {
+        way: {key: statistics.median(one[key] for one in found) for key in found[0]} for way, found in figures.items()
+    }
 
 
 def asked(*arguments: str) -> Numbers:
@@ -89,8 +91,8 @@ def asked(*arguments: str) -> Numbers:
     # One arena, so that threads do not each keep a part of what they freed.
     environment = {**os.environ, "MALLOC_ARENA_MAX": "1"}
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
-    told: Numbers = json.loads(done.stdout)
-    return told
+    figures: Numbers = json.loads(done.stdout)
+    return figures
 
 
 def allocated(model: str) -> Numbers:
@@ -105,15 +107,15 @@ def allocated(model: str) -> Numbers:
 def flatness(steps: int) -> Numbers:
     """Resident kilobytes a step gained over the second half of a long run that logs each of them."""
     with tempfile.TemporaryDirectory() as directory:
-        trainee = Trainee("", chain(20), chain_loss, timing.watched(every=1, histograms=1), Path(directory))
+        variant = Variant("", chain(20), chain_loss, timing.watched(every=1, histograms=1), Path(directory))
         at, megabytes = [], []
         for start in range(0, steps, max(1, steps // SAMPLES)):
-            trainee.steps(max(1, steps // SAMPLES))
+            variant.steps(max(1, steps // SAMPLES))
             at.append(start)
             megabytes.append(resident("VmRSS"))
             print(f"\rmemory: step {start} of {steps}   ", end="", file=sys.stderr, flush=True)
         print(file=sys.stderr)
-        trainee.close()
+        variant.close()
     half = len(at) // 2
     slope = float(np.polyfit(at[half:], megabytes[half:], 1)[0])
     return {"steps": float(steps), "kb_a_step": 1024 * slope, "first_mb": megabytes[0], "last_mb": megabytes[-1]}
@@ -128,9 +130,9 @@ def table(processes: dict[str, Numbers], peaks: Numbers, flat: Numbers) -> str:
         kept = own["records_mb"] + own["weight_copies_mb"]
         numbers = (extra, peaks[way], own["records_mb"], own["weight_copies_mb"], peaks[way] - kept)
         lines.append([way, *(f"{number:.2f} MB" for number in numbers), ""])
-    told = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    figures = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     return (
-        f"{told}\n\n{flat['steps']:.0f} logged steps: {flat['kb_a_step']:+.3f} kB a step over the second half, "
+        f"{figures}\n\n{flat['steps']:.0f} logged steps: {flat['kb_a_step']:+.3f} kB a step over the second half, "
         f"{flat['first_mb']:.0f} MB at first, {flat['last_mb']:.0f} MB at last"
     )
 
@@ -151,14 +153,14 @@ def main() -> None:
     processes, peaks = in_fresh_processes(options.model, options.processes), allocated(options.model)
     flat = asked("--steps", str(options.steps), "--child", "flatness")
     options.out.parent.mkdir(exist_ok=True)
-    told = {
+    figures = {
         "machine": {"python": platform.python_version(), "torch": torch.__version__},
         "model": WORKLOADS[options.model].name,
         "resident": processes,
         "allocated_beyond_bare_mb": peaks,
         "flatness": flat,
     }
-    options.out.write_text(json.dumps(told, indent=1) + "\n")
+    options.out.write_text(json.dumps(figures, indent=1) + "\n")
     print(table(processes, peaks, flat))
 
 

@@ -39,7 +39,7 @@ from torch.optim import Optimizer
 from torch.utils.tensorboard import SummaryWriter
 
 from tbhooks.cli.bench import timing
-from tbhooks.cli.bench.timing import NEVER, HostTimer, Observe, Observer, Timing, Trainee
+from tbhooks.cli.bench.timing import NEVER, HostTimer, Monitor, Observe, Timing, Variant
 
 EVERY = 100
 FEWEST_ROUNDS = 6
@@ -50,7 +50,7 @@ BY_HAND, WANDB = "hooks written by hand", 'wandb.watch(log="all"), no activation
 PART = {peer: {"every_nth_round": 3, "most_steps_a_turn": 1} for peer in (BY_HAND, WANDB)}
 
 
-def by_hand(model: nn.Module, optimizer: Optimizer, directory: Path) -> Observer:
+def by_hand(model: nn.Module, optimizer: Optimizer, directory: Path) -> Monitor:
     """Hooks as tutorials write them: each tensor to the CPU, a scalar and a histogram for each."""
     writer = SummaryWriter(str(directory))
     at, handles = 0, []
@@ -80,7 +80,7 @@ def by_hand(model: nn.Module, optimizer: Optimizer, directory: Path) -> Observer
 
     handles.append(optimizer.register_step_pre_hook(after_backward))
 
-    return Observer(writer.flush, lambda: _undo(handles, writer))
+    return Monitor(writer.flush, lambda: _undo(handles, writer))
 
 
 def _undo(handles: list[Any], writer: SummaryWriter) -> None:
@@ -96,7 +96,7 @@ def wandb_run() -> Any:
     return wandb.init(project="overhead", dir=tempfile.mkdtemp(), mode="offline")
 
 
-def wandb_watch(model: nn.Module, optimizer: Optimizer, directory: Path) -> Observer:
+def wandb_watch(model: nn.Module, optimizer: Optimizer, directory: Path) -> Monitor:
     run = wandb_run()
     run.watch(model, log="all", log_freq=1)
     handle = optimizer.register_step_pre_hook(lambda *_: run.log({}))
@@ -105,7 +105,7 @@ def wandb_watch(model: nn.Module, optimizer: Optimizer, directory: Path) -> Obse
         handle.remove()
         run.unwatch(model)
 
-    return Observer(close=close)
+    return Monitor(close=close)
 
 
 def variants() -> dict[str, Observe]:
@@ -129,11 +129,11 @@ def measure(workload: Workload, seconds: float, directory: Path) -> dict[str, di
     torch.manual_seed(0)
     model = workload.build().train()
     optimizer = timing.make_optimizer(model)
-    trainees = [
-        Trainee(name, model, workload.loss, observe, directory / f"{i}", shared=optimizer, **PART.get(name, {}))
+    trained = [
+        Variant(name, model, workload.loss, observe, directory / f"{i}", shared=optimizer, **PART.get(name, {}))
         for i, (name, observe) in enumerate(variants().items())
     ]
-    trainees[0].steps(2)
+    trained[0].steps(2)
     deadline = time.monotonic() + seconds
 
     def progress(done: int, _of: int) -> None:
@@ -141,28 +141,28 @@ def measure(workload: Workload, seconds: float, directory: Path) -> dict[str, di
         print(f"\r{workload.name}: round {done}, {left:.0f} s left ", end="", file=sys.stderr, flush=True)
 
     try:
-        run_until(deadline, trainees, workload.steps_a_turn, progress)
+        run_until(deadline, trained, workload.steps_a_turn, progress)
     finally:
-        for trainee in trainees:
-            trainee.close()
+        for variant in trained:
+            variant.close()
         print(file=sys.stderr)
-    return summary([timing.compared(trainee, trainees[0]) for trainee in trainees])
+    return summary([timing.compared(variant, trained[0]) for variant in trained])
 
 
-def run_until(deadline: float, trainees: list[Trainee], steps: int, progress: Callable[[int, int], None]) -> None:
+def run_until(deadline: float, variants: list[Variant], steps: int, progress: Callable[[int, int], None]) -> None:
     """As many rounds as there is time for, and enough to tell a spread."""
     timer, number = HostTimer(), 0
     while number < FEWEST_ROUNDS or time.monotonic() < deadline:
-        timing.run_round(number, trainees, steps, timer)
+        timing.run_round(number, variants, steps, timer)
         number += 1
         progress(number, 0)
 
 
 def summary(timings: list[Timing]) -> dict[str, dict[str, float]]:
     unlogged = next(timed.ratio for timed in timings if timed.name == UNLOGGED)
-    told = {}
+    figures = {}
     for timed in timings:
-        told[timed.name] = {
+        figures[timed.name] = {
             "median_ms": timed.milliseconds,
             "ratio": timed.ratio,
             "spread": timed.spread,
@@ -170,10 +170,10 @@ def summary(timings: list[Timing]) -> dict[str, dict[str, float]]:
             "rounds": float(timed.rounds),
         }
         if timed.name in (SCALARS, HISTOGRAMS):
-            told[timed.name][f"average_at_{EVERY}"] = (timed.ratio + (EVERY - 1) * unlogged) / EVERY
+            figures[timed.name][f"average_at_{EVERY}"] = (timed.ratio + (EVERY - 1) * unlogged) / EVERY
             # What unlogged steps cost is mostly less than the noise, which must not become a cost or a gain.
-            told[timed.name][f"average_at_{EVERY}_if_unlogged_is_bare"] = (timed.ratio + EVERY - 1) / EVERY
-    return told
+            figures[timed.name][f"average_at_{EVERY}_if_unlogged_is_bare"] = (timed.ratio + EVERY - 1) / EVERY
+    return figures
 
 
 def details(names: dict[str, str], results: dict[str, dict[str, dict[str, float]]]) -> str:

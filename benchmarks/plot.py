@@ -98,8 +98,9 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=HERE / "results" / "overhead.json")
     parser.add_argument("--out", type=Path, default=HERE.parent / "docs" / "overhead.svg")
     options = parser.parse_args()
-    told = json.loads(options.results.read_text())
-    options.out.write_text(picture(told["names"], told["results"], told["machine"]["cpu_threads"]), encoding="utf-8")
+    figures = json.loads(options.results.read_text())
+    svg = picture(figures["names"], figures["results"], figures["machine"]["cpu_threads"])
+    options.out.write_text(svg, encoding="utf-8")
     print(f"{options.out}: {options.out.stat().st_size} bytes")
 
 

@@ -81,8 +81,8 @@ def serving(directory: Path, fast: str, log: Path) -> Iterator[Ask]:
         f"--load_fast={fast}", "--reload_interval=1",
     ]  # fmt: skip
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with log.open("w") as told:
-        server = subprocess.Popen(command, stdout=told, stderr=told, stdin=subprocess.DEVNULL)
+    with log.open("w") as output:
+        server = subprocess.Popen(command, stdout=output, stderr=output, stdin=subprocess.DEVNULL)
     try:
         address = wait_for(lambda: re.search(r"http://127\.0\.0\.1:\d+", log.read_text()))[0]
 
@@ -174,8 +174,8 @@ def main() -> None:
                 results[name] = {"start of TensorBoard, until all is loaded": time.perf_counter() - started}
                 results[name] |= measure(ask, large, options.rounds)
     options.out.parent.mkdir(exist_ok=True)
-    told = {"modules": options.modules, "steps": options.steps, "runs": RUNS + 1, "seconds": results}
-    options.out.write_text(json.dumps(told, indent=1) + "\n")
+    figures = {"modules": options.modules, "steps": options.steps, "runs": RUNS + 1, "seconds": results}
+    options.out.write_text(json.dumps(figures, indent=1) + "\n")
     print(table(results))
 
 

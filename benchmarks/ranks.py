@@ -48,12 +48,12 @@ def train(rank: int, world: int, store: str, steps: int, layers: int, results: A
     x = torch.randn(32, 128)
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     merging: list[float] = []
-    told: dict[str, float] = {}
+    figures: dict[str, float] = {}
     for _ in range(4):
         for way in WAYS:
             w = None if way == "bare" else tbhooks.watch(parallel, every=1, ranks=way)
             if w is not None and w._lifecycle.context.rank_group is not None:
-                told |= {"bytes": w._lifecycle.context.rank_group.size}
+                figures |= {"bytes": w._lifecycle.context.rank_group.size}
                 w._lifecycle.context.rank_group._exchange = timed(w._lifecycle.context.rank_group._exchange, merging)
             for step in range(steps // 4):
                 distributed.barrier()
@@ -66,10 +66,10 @@ def train(rank: int, world: int, store: str, steps: int, layers: int, results: A
             if w is not None:
                 w.close()
                 if way == "merge" and rank == 0:
-                    told["sites"] = len(w.history[-1].sites)
+                    figures["sites"] = len(w.history[-1].sites)
     if rank == 0:
         medians = {way: statistics.median(found) for way, found in seconds.items()}
-        results.put({**told, **medians, "collective": statistics.median(merging)})
+        results.put({**figures, **medians, "collective": statistics.median(merging)})
     distributed.destroy_process_group()
 
 

@@ -98,31 +98,31 @@ def plugin_line(plugin: dict[str, Any]) -> str:
 def overhead() -> str:
     """What the benchmarks measured last."""
     names = ("overhead", "writing", "rows", "disk", "scaling", "memory", "plugin")
-    told = {name: json.loads((HERE / "results" / f"{name}.json").read_text()) for name in names}
+    figures = {name: json.loads((HERE / "results" / f"{name}.json").read_text()) for name in names}
     lines = (
-        writing_lines(told["writing"]["seconds"], told["writing"]["bytes"]),
-        disk_line(told["disk"]),
-        rows_line(told["rows"]["ratios"]["float32"]),
-        scaling_line(told["scaling"]),
-        memory_line(told["memory"]),
-        plugin_line(told["plugin"]),
+        writing_lines(figures["writing"]["seconds"], figures["writing"]["bytes"]),
+        disk_line(figures["disk"]),
+        rows_line(figures["rows"]["ratios"]["float32"]),
+        scaling_line(figures["scaling"]),
+        memory_line(figures["memory"]),
+        plugin_line(figures["plugin"]),
     )
     listed = "\n".join(f"- {line}" for text in lines for line in text.splitlines())
-    return f"{overhead_table(told['overhead']['names'], told['overhead']['results'])}\n\n{listed}"
+    return f"{overhead_table(figures['overhead']['names'], figures['overhead']['results'])}\n\n{listed}"
 
 
-def ranks_lines(told: dict[str, Any]) -> str:
+def ranks_lines(figures: dict[str, Any]) -> str:
     """What merging ranks costs here, and what it would send elsewhere."""
-    cores = told["machine"].split(",")[0]
+    cores = figures["machine"].split(",")[0]
     lines = []
-    for world, found in told["measured"].items():
+    for world, found in figures["measured"].items():
         bare, local, merged = (1e3 * found[way] for way in ("bare", "local", "merge"))
         lines.append(
             f"{world} ranks of a small model with {found['sites']} sites share {cores} here, every step logged with "
             f"histograms: {bare:.0f} ms a step bare, {local:.0f} with rank 0 watched, {merged:.0f} merged, where all "
             f"ranks read; at `every=100` the merging adds {(merged - local) / bare / 100:.1%}."
         )
-    small, large = (told["on_paper"][f"1024{more}"] for more in ("", ", histograms"))
+    small, large = (figures["on_paper"][f"1024{more}"] for more in ("", ", histograms"))
     sent, received = ([each[what] for each in (small, large)] for what in ("sent", "first_receives"))
     lines.append(
         f"On paper, for the GPT-2 above ({small['sites']} sites) on 1,024 ranks: each sends {sent[0] / 1e3:.0f} kB a "

@@ -63,10 +63,10 @@ def least_seconds(chosen: Ways, seconds: float) -> dict[str, float]:
 
 
 def ratios(least: dict[str, float]) -> dict[str, float]:
-    told = {name: taken / least["sum"] for name, taken in least.items() if name != "sum"}
-    if "row" in told:
-        told["buckets"] = told["row and buckets"] - told["row"]
-    return told
+    figures = {name: taken / least["sum"] for name, taken in least.items() if name != "sum"}
+    if "row" in figures:
+        figures["buckets"] = figures["row and buckets"] - figures["row"]
+    return figures
 
 
 def measure(seconds: float) -> dict[str, dict[str, dict[str, float]]]:

@@ -27,7 +27,7 @@ from torch import nn
 
 import tbhooks
 from tbhooks.cli.bench import timing
-from tbhooks.cli.bench.timing import HostTimer, Trainee
+from tbhooks.cli.bench.timing import HostTimer, Variant
 
 MODULES = (100, 1_000, 10_000)
 ATTACH_TARGET_MS = 100.0
@@ -65,23 +65,23 @@ def logging_steps(model: nn.Module, rounds: int, directory: Path) -> Numbers:
         "scalars": timing.watched(every=1, histograms=False),
         "histograms": timing.watched(every=1, histograms=1),
     }
-    trainees = {
-        name: Trainee(name, copy.deepcopy(model), chain_loss, observe, directory / name)
+    variants = {
+        name: Variant(name, copy.deepcopy(model), chain_loss, observe, directory / name)
         for name, observe in ways.items()
     }
-    for trainee in trainees.values():
-        trainee.steps(2)
-    timing.run_rounds(list(trainees.values()), rounds, 1, HostTimer())
-    least = {name: min(trainee.seconds.values()) for name, trainee in trainees.items()}
-    latest = trainees["histograms"].watching.latest
+    for variant in variants.values():
+        variant.steps(2)
+    timing.run_rounds(list(variants.values()), rounds, 1, HostTimer())
+    least = {name: min(variant.seconds.values()) for name, variant in variants.items()}
+    latest = variants["histograms"].watching.latest
     sites = len(latest.sites)
-    for trainee in trainees.values():
-        trainee.close()
-    told = {"sites": float(sites), "bare_ms": 1e3 * least["bare"]}
+    for variant in variants.values():
+        variant.close()
+    figures = {"sites": float(sites), "bare_ms": 1e3 * least["bare"]}
     for name in ("scalars", "histograms"):
         extra = least[name] - least["bare"]
-        told |= {f"{name}_extra_ms": 1e3 * extra, f"{name}_us_a_site": 1e6 * extra / sites}
-    return told
+        figures |= {f"{name}_extra_ms": 1e3 * extra, f"{name}_us_a_site": 1e6 * extra / sites}
+    return figures
 
 
 def exponents(results: dict[str, Numbers]) -> Numbers:
@@ -123,13 +123,13 @@ def main() -> None:
     print(file=sys.stderr)
     growth = exponents(results)
     options.out.parent.mkdir(exist_ok=True)
-    told = {
+    figures = {
         "machine": {"python": platform.python_version(), "torch": torch.__version__, "cpu_threads": 1},
         "target_attach_detach_ms": ATTACH_TARGET_MS,
         "modules": results,
         "exponents": growth,
     }
-    options.out.write_text(json.dumps(told, indent=1) + "\n")
+    options.out.write_text(json.dumps(figures, indent=1) + "\n")
     print(table(results, growth))
 
 

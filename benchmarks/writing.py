@@ -96,17 +96,17 @@ def cost(rounds: int, directory: Path) -> Measured:
     return found
 
 
-def handing_over(rounds: int, directory: Path) -> dict[str, float]:
-    """Median seconds of a step, and what of them is spent on handing it to the operating system."""
+def flushing(rounds: int, directory: Path) -> dict[str, float]:
+    """Median seconds of a step, and the part of it spent on handing the data to the operating system."""
     sink = TensorBoardSink(directory / "handed")
-    stock, spent, whole = sink._file.hand_over, [], []
+    stock, spent, whole = sink._file.flush, [], []
 
-    def timed_hand_over() -> None:
+    def timed_flush() -> None:
         started = time.perf_counter()
         stock()
         spent.append(time.perf_counter() - started)
 
-    sink._file.hand_over = timed_hand_over
+    sink._file.flush = timed_flush
     for step in range(rounds):
         frame = make_frame(step)
         started = time.perf_counter()
@@ -151,7 +151,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         result = middle(cost(options.rounds, Path(directory)))
-        handed = handing_over(options.rounds, Path(directory))
+        handed = flushing(options.rounds, Path(directory))
         size = weight(Path(directory))
     options.out.parent.mkdir(exist_ok=True)
     options.out.write_text(json.dumps({**result, "bytes": size}, indent=1) + "\n")

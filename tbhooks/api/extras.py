@@ -82,12 +82,12 @@ class Extras:
     def log_every(self, n: int) -> None:
         every = check_integer("n", n)
         if self._lifecycle.is_active:
-            self._session.average(every)
+            self._session.log_means(every)
 
     def progress(self, parts: Sequence[str]) -> None:
         check_names("part of the progress", parts, PARTS)
         if self._lifecycle.is_active:
-            self._session.log_progress(frozenset(parts or PARTS))
+            self._session.log_metrics(frozenset(parts or PARTS))
 
     def hparams(self, values: dict[str, Any], metrics: Sequence[str]) -> None:
         hyperparameters = validation.parse_hyperparameters(values, metrics)

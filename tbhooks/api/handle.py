@@ -266,7 +266,7 @@ class Watch:
         self._lifecycle.check_open()
         self._actions.on_nonfinite(reaction)
         if self._lifecycle.is_active:
-            self._session.replay_when(self._actions.nonfinite)
+            self._session.check_gradients()
         return self
 
     @property

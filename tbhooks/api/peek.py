@@ -143,7 +143,7 @@ def _run(
                 model(*args, **kwargs)
             else:
                 notes = _forward_and_backward(model, args, kwargs, loss, recorder)
-        reader.rest()
+        reader.read_remaining()
         with without_dispatch_modes():
             observer.units.log(recorder)
         observer.end(keep_hooks=False)
@@ -337,7 +337,7 @@ def _paused(session: CaptureSession) -> Iterator[None]:
     """Like `Watch.paused`, but the open step goes on afterwards as if nothing had happened."""
     observer, replay = session.observer, session.replay
     seen, was_open, was_attached = observer.seen, observer.gate.open, observer.placement.is_attached
-    passes = [] if replay is None else replay.passes
+    passes = replay.passes
     session.pause()
     observer.remove()
     observer.seen = None
@@ -349,5 +349,4 @@ def _paused(session: CaptureSession) -> Iterator[None]:
         if was_attached:
             observer.placement.attach()
         observer.gate.open = was_open
-        if replay is not None:
-            replay.passes = passes
+        replay.passes = passes

@@ -108,8 +108,9 @@ def _start(
     # A rank of a distributed job may be killed at any time: each step is flushed.
     worker = Worker(sinks, actions.judge, report, flushes=is_in_job())
     session = CaptureSession(
-        model, selector, kinds, schedule, step, context, worker.submit, actions.raise_if_asked, report
-    )
+        model, selector, kinds, schedule, step, context, worker.submit, actions.nonfinite, actions.raise_if_asked,
+        report,
+    )  # fmt: skip
     life = Lifecycle(weakref.ref(unwrap(model)), session, worker, sinks, context, report)
     watching = Watch(session, worker, life, actions, history, kinds, make_sinks)
     if any(kind.__module__.partition(".")[0] == "keras" for kind in type(model).__mro__):

@@ -1,8 +1,8 @@
-"""Capture of one watch: reads logged steps from their first hook to the copy, and submits them.
+"""Capture of one watch: records logged steps, from the first hook to the copy to the host, and submits them.
 
-The clock says when a step ends, the observer reads what hooks show, the parameter reader reads weights around the
-optimizer's step. This module moves the step through its states (step/step.py). It runs in the training thread and
-never waits for anything.
+The clock decides when a step ends, the observer records what module hooks are called with, and the parameter reader
+reads weights before and after the optimizer's step. The session moves the step through its states (step/step.py). It
+runs in the training thread and never waits for the device.
 """
 
 from __future__ import annotations
@@ -11,23 +11,20 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tbhooks.capture.autograd import profiler_label, without_dispatch_modes
+from tbhooks.capture.hooks.collectors import Profile
 from tbhooks.capture.hooks.forward_event import ForwardEvent, Subscription
 from tbhooks.capture.hooks.observer import Observer
 from tbhooks.capture.packed_step import PackedStep
 from tbhooks.capture.rank_context import RankContext
 from tbhooks.capture.recorder import Recorder
-from tbhooks.capture.scalars.running_means import MeansWriter
-from tbhooks.capture.scalars.training_metrics import TrainingMetrics
-from tbhooks.capture.scalars.user_scalars import UserScalars
+from tbhooks.capture.scalars.step_scalars import StepScalars
 from tbhooks.capture.schedule import Schedule
 from tbhooks.capture.selection import Selector, unwrap
-from tbhooks.capture.step import grad_scaler
 from tbhooks.capture.step.clock import Clock
 from tbhooks.capture.step.evaluation import Evaluation
 from tbhooks.capture.step.grad_scaler import ScalerReader
@@ -40,70 +37,58 @@ from tbhooks.data.self_report import Report
 from tbhooks.reduction import triton
 
 
-class Profile(Protocol):
-    """A profiler of some steps."""
-
-    def step_ended(self, step: int) -> None: ...
-
-    def leave_model(self) -> None: ...
-
-    def stop(self, step: int) -> None: ...
-
-
 class CaptureSession:
-    """The capture side of one watch. Its public methods are for the handle, the others are called by collaborators."""
+    """The capture side of one watch. `Watch` calls its methods, and so do the clock, the observer and the scaler."""
 
     def __init__(
         self, model: nn.Module, selector: Selector, kinds: tuple[str, ...], schedule: Schedule, mode: str,
-        context: RankContext, submit: Callable[[PackedStep], None], raise_if_asked: Callable[[], None],
-        report: Report,
+        context: RankContext, submit: Callable[[PackedStep], None], on_nonfinite: Callable[[int, Replay], None],
+        raise_if_asked: Callable[[], None], report: Report,
     ) -> None:  # fmt: skip
-        self._model = weakref.ref(unwrap(model))
-        self._kinds = kinds
+        self._model, self._kinds = weakref.ref(unwrap(model)), kinds
         self._context, self._rank, self._rank_group = context, context.rank, context.rank_group
         self._submit = submit
         self._report = report
         self.raise_if_asked = raise_if_asked
-        """Called where an exception that the user asked for may reach the training loop."""
+        """Raises the exception that the user has asked for (`on_nonfinite("raise")`), if there is one."""
         self.schedule = schedule
         self.recorder = Recorder(kinds)
         self.observer = Observer(model, selector, self.recorder, self, report)
         self.forwards = ForwardEvent(self._model, self.observer.gate, report)
         self._groups = GroupNumbers()
+        self._scalars = StepScalars(
+            self._model, self.recorder, self.observer, self._groups, self.forwards, context, submit
+        )
         self.parameters = ParameterReader(model, selector, self.recorder, self._groups, report)
         self.clock = Clock(
             mode, context.first_step, self._model, self.observer, self.parameters, self.forwards, self, report
         )
         self.scaler = ScalerReader(
-            self.observer, self.clock, self.recorder, self.parameters.unscaled, self._step_skipped, report
+            self.observer, self.clock, self.recorder, self.parameters.gradients_unscaled, self._step_skipped, report
         )
         self.tripwire = Tripwire()
         self.profiles: list[Profile] = []
         self.logged = 0
-        self._scalars = UserScalars(self.recorder, self.observer, context, submit)
-        self._means: MeansWriter | None = None
-        self._metrics: TrainingMetrics | None = None
         self._evaluation: Evaluation | None = None
-        self.replay: Replay | None = None
+        self.replay = Replay(self._model, self.observer, on_nonfinite, report)
         self._step = Step(context.first_step)
         self._ended: Step | None = None
         """The step before the open one."""
-        self._last_label = 0
+        self._last_label = self._pauses = 0
         self._next_forward: Subscription | None = None
-        self._pauses = 0
         self._thread = threading.get_ident()
 
     # The life of the session, for the handle.
 
     def start(self) -> None:
-        grad_scaler.listen(self.scaler)
+        self.scaler.start()
         self.clock.start()
         self.observer.placement.start()
         self._open_step(self.clock.count)
 
     def stop(self, is_failing: bool = False) -> None:
         """Ends capture and submits everything. If an exception ends the process or the `with` block (`is_failing`),
-        a step that was interrupted is submitted as far as it was read.
+        an interrupted step is submitted with what was recorded so far.
         """
         with self._report.guarded("closing"), self.clock.lock:
             self._step_is_over()
@@ -119,36 +104,34 @@ class CaptureSession:
             self._step_is_over(opens_next=False)
             self._submit_late_scalars()
             self._finish_evaluation()
-            if self._means is not None:
-                self._means.write_rest(self._last_label)
+            self._scalars.means.write_rest(self._last_label)
             for profile in self.profiles:
                 profile.stop(self.clock.count - 1)
         self.disconnect()
 
     def _read_interrupted(self, is_failing: bool) -> None:
-        """Where an optimizer ends steps, what came after its last step is not one: only the user's scalars stay."""
+        """Completes an interrupted step. What came after an optimizer's last step is no step: only scalars are kept."""
         if self.clock.mode == "optimizer" and self.clock.count and not is_failing:
             self.recorder.keep_scalars_only("train/")
             return
         self.observer.leave_out_unused()
         if self.clock.mode != "optimizer":  # no optimizer's step will read the parameters
-            self.parameters.rest()
+            self.parameters.read_remaining()
         with without_dispatch_modes():
             self.observer.collectors.end(self.recorder)
 
     def disconnect(self) -> None:
-        """Removes the hooks on optimizers, on GradScaler and on the whole model."""
-        if self.replay is not None:
-            self.replay.stop()
-        grad_scaler.ignore(self.scaler)
+        """Removes the hooks on optimizers, the wrappers of GradScaler and the forward hooks on the model itself."""
+        self.replay.stop()
+        self.scaler.stop()
         self.clock.stop()
         self.forwards.close()
         self.parameters.release()
 
     def abandon(self) -> None:
-        """Forgets the open step and removes the hooks on modules."""
+        """Drops the open step and removes the hooks on modules."""
         self.observer.abandon()
-        self.parameters.forget()
+        self.parameters.clear()
 
     def forked(self) -> None:
         """Renews the locks in a forked child: the threads that may hold them do not exist there."""
@@ -156,8 +139,8 @@ class CaptureSession:
         self.observer.placement.forked()
 
     def settle(self, for_good: bool = False) -> None:
-        """Submits every step that has ended, for a reader. Only the training thread can do that, or any thread after
-        the model was garbage-collected (`for_good`).
+        """Submits every step that has ended, before results are read. Only the training thread does this, or any thread
+        after the model was garbage-collected (`for_good`).
         """
         if for_good:
             self._report.wait_for_others()
@@ -168,38 +151,36 @@ class CaptureSession:
             if self.observer.seen is None and self._rank_group is None:
                 self._submit_late_scalars()
             self._finish_evaluation()
-            if for_good and self._means is not None:
-                self._means.write_rest(self._last_label)
+            if for_good:
+                self._scalars.means.write_rest(self._last_label)
 
     def pause(self) -> None:
-        """Takes every hook off the model but those in compiled code, which then do nothing. Pauses can be nested."""
+        """Removes every hook from the model, except those in compiled code, which do nothing then. Can be nested."""
         with self._report.guarded("pausing"), self.clock.lock:
-            self._step_is_over()  # the next step may begin in the pause, without a hook that would notice
+            self._step_is_over()  # if the next step begins in the pause, no hook is called
         self._pauses += 1
         self.observer.detach()
         self.clock.pause()
         self.forwards.pause()
-        if self.replay is not None:
-            self.replay.stop()
+        self.replay.stop()
         for profile in self.profiles:
             profile.leave_model()
 
     def resume(self) -> None:
         self._pauses -= 1
         if not self._pauses:
-            self.clock.watch_forwards()
+            self.clock.resume()
             self.forwards.resume()
-            if self.replay is not None:
-                self.replay.start()
+            self.replay.start()
             if self.observer.seen is not None:
                 self.observer.attach()
             elif self.observer.gate.was_compiled:
                 self.observer.placement.attach()
 
-    # What the user can ask for in addition, for the handle.
+    # Features that the user turns on, for the handle.
 
     def read_evaluations(self) -> None:
-        """From now on evaluation passes are read, apart from training."""
+        """From now on evaluation passes are recorded, separately from training."""
         if self._evaluation is None:
             with_buckets = self.schedule.histograms is not False
             self._evaluation = Evaluation(
@@ -207,58 +188,51 @@ class CaptureSession:
             )
 
     def _submit_evaluation(self, recorder: Recorder) -> None:
-        """Submits an evaluation with the label of the training step that ended last, and after that step."""
+        """Submits an evaluation after the training step that ended last, and with its label."""
         self._step_is_over()
         self._submit(recorder.pack(self._last_label, self._rank))
 
-    def replay_when(self, nonfinite: Callable[[int, Replay], None]) -> None:
-        """From now on the gradients of every step are checked; `nonfinite` is called if they are not finite."""
-        if self.replay is None:
-            self.replay = Replay(self._model, self.observer, nonfinite, self._report)
-            if not self._pauses:
-                self.replay.start()
+    def check_gradients(self) -> None:
+        """From now on the gradients of every step are checked; `on_nonfinite` is called if they are not finite."""
+        self.replay.enable()
+        if not self._pauses:
+            self.replay.start()
 
-    def average(self, every: int) -> None:
-        """From now on scalars are written as running means, every `every` steps."""
-        if self._means is None:
-            self._means = MeansWriter(self._model, self.observer, self._context, self._submit)
+    def log_means(self, every: int) -> None:
+        """From now on the user's scalars are written as running means, every `every` steps."""
+        if self._scalars.means.every is None:
             self.forwards.subscribe(self._forward_begins, in_graph=True)
-        self._means.every = every
+        self._scalars.means.every = every
 
-    def log_progress(self, parts: frozenset[str]) -> None:
-        """From now on written steps have training metrics: optimizer settings, throughput, memory."""
-        if self._metrics is None:
-            self._metrics = TrainingMetrics(self._model, self._groups, self.forwards)
-        self._metrics.add_parts(parts)
+    def log_metrics(self, parts: frozenset[str]) -> None:
+        """From now on training metrics are logged: optimizer settings, throughput, memory."""
+        self._scalars.metrics.add_parts(parts)
 
     def log(self, values: dict[str, Tensor | float]) -> None:
-        """Logs scalars of the user, each to the open step or to the one that has just ended."""
+        """Logs scalars of the user, to the open step or to the one that has just ended."""
         with self._report.guarded("log"), self.clock.lock, profiler_label("log"):
+            ended = self._step_taking_late_scalars
             for tag, value in values.items():
-                if self._means is not None:
-                    self._means.add(tag, value)
-                else:
-                    self._step.was_skipped = self._step.was_skipped and not self.observer.called
-                    self._scalars.log(tag, value, self._step, self._takes_late_scalars)
-            if self._takes_late_scalars is not None and self._takes_late_scalars.is_logged:
+                self._scalars.log(tag, value, self._step, ended)
+            if ended is not None and ended.is_logged:
                 self._watch_next_forward()
 
     def step(self, label: int | None) -> None:
-        """The user ends the step. If the clock has just ended it, the user's label replaces the clock's."""
+        """The user ends the step. If the clock has just ended it, the step only gets the user's label."""
         with self._report.guarded("step"), self.clock.lock:
-            ended = self._takes_late_scalars if self.clock.mode != "manual" else None
-            self.clock.manual()
+            ended = self._step_taking_late_scalars if self.clock.mode != "manual" else None
+            self.clock.set_manual()
             if ended is None:
-                self._step_ended(self.clock.count if label is None else label)
+                self.step_ended(label)
                 self.clock.count += 1
             elif label is not None:
                 self._last_label = label
                 ended.relabel(label)
 
-    # What the clock, the scaler reader and the observer call.
+    # Events, called by the clock, the scaler reader and the observer.
 
     def is_logging(self) -> bool:
-        """Whether the open step is being read."""
+        """Whether the open step is being recorded."""
         return self.observer.seen is not None and not self._pauses
 
     def before_optimizer(self, optimizer: Optimizer, has_closure: bool) -> None:
@@ -267,24 +241,27 @@ class CaptureSession:
         self.observer.optimizer_steps(self.clock.count)
         self.scaler.before_optimizer(optimizer)
         with without_dispatch_modes():
-            self.tripwire.look(optimizer, self.clock.count)
-        if self.replay is not None:
-            self.replay.look(optimizer, self.clock.count)
-        if self._metrics is not None and self._is_written(self.clock.count):
-            self._metrics.before_optimizer(optimizer)
+            self.tripwire.check(optimizer, self.clock.count)
+        self.replay.check(optimizer, self.clock.count)
+        self._scalars.before_optimizer(optimizer, self.clock.count)
         if self.is_logging():
             with without_dispatch_modes(), profiler_label("parameters"):
                 self.scaler.log()
                 self.tripwire.log(self.recorder)
-                self.parameters.before(optimizer, has_closure)
+                self.parameters.before_optimizer(optimizer, has_closure)
 
     def after_optimizer(self, optimizer: Optimizer, has_closure: bool) -> None:
         if self.is_logging():
             with without_dispatch_modes(), profiler_label("parameters"):
-                self.parameters.after(optimizer, has_closure)
+                self.parameters.after_optimizer(optimizer, has_closure)
 
-    def step_ended(self) -> None:
-        self._step_ended(self.clock.count)
+    def step_ended(self, label: int | None = None) -> None:
+        with profiler_label("step"):
+            self._close_step(self.clock.count if label is None else label)
+        for profile in self.profiles:
+            profile.step_ended(self.clock.count)
+            if self._pauses:
+                profile.leave_model()
 
     def backward_begins(self) -> None:
         with self.clock.lock:
@@ -299,7 +276,7 @@ class CaptureSession:
             self._step_is_over()
 
     def _forward_begins(self, model: nn.Module, _count: object) -> None:
-        """A forward of the whole model: if it is of training, the step that has ended is over."""
+        """A forward of the model begins. If it is a training forward, the step that has ended is submitted."""
         if self.observer.is_training_pass(model):
             with self.clock.lock:
                 self._step_is_over()
@@ -307,50 +284,41 @@ class CaptureSession:
                 self._no_more_late_scalars()
 
     def _step_skipped(self, optimizer: Optimizer) -> None:
-        """A GradScaler skipped the optimizer's step. If no other one stepped, what was read is not part of a step."""
-        if self.clock.kept(optimizer):
+        """A GradScaler skipped the optimizer's step. If no other optimizer stepped, what was recorded is dropped."""
+        if self.clock.optimizer_skipped(optimizer):
             self._step_is_over()
             self._no_more_late_scalars()
             self._step.was_skipped = True
             self.observer.start_over()
-            self.parameters.forget()
+            self.parameters.clear()
         elif self.clock.mode in ("manual", "forward") and self.observer.seen is not None:
             self.scaler.log()
 
-    # From one state of the step to the next.
+    # Transitions between the states of a step.
 
     def _open_step(self, number: int) -> None:
-        """OPEN. The recorder is free."""
-        if self._step.number != number:  # the clock has started anew
+        """Begins to record the open step, if it is a logged one. The recorder is free."""
+        if self._step.number != number:  # the clock has restarted its count
             self._step = Step(number)
         self._step.is_logged = self._is_logged(number)
         if self._step.is_logged:
-            self.clock.look_again()
+            self.clock.parameters_may_have_changed()
             self.recorder.begin(self.schedule.takes_histograms(self.logged))
             self.observer.begin(attach=not self._pauses)
             for tag, value in self._step.early.items():
                 self.recorder.scalar(tag, value)
 
-    def _step_ended(self, label: int) -> None:
-        with profiler_label("step"):
-            self._close_step(label)
-        for profile in self.profiles:
-            profile.step_ended(self.clock.count)
-            if self._pauses:
-                profile.leave_model()
-
     def _close_step(self, label: int) -> None:
-        """CLOSED, or ABANDONED if the step is not a logged one. The next step is open."""
+        """Closes the open step, or abandons it if it is not a logged one, and opens the next one."""
         self._thread = threading.get_ident()
-        if self.clock.mode != "forward":  # there the next forward has begun already, and finishes it
+        if self.clock.mode != "forward":  # there the forward that has just begun finishes the evaluation
             self._finish_evaluation()
         self._step_is_over()
         self._no_more_late_scalars()
         self._last_label = label
         self._groups.step_ended()
-        if self.replay is not None:
-            self.replay.forget()
-        self._log_metrics(self.clock.count)
+        self.replay.step_ended()
+        self._scalars.step_ends(self.clock.count)
         ended = self._ended = self._step
         ended.is_logged = self.observer.seen is not None
         ended.close(label, self.recorder.scalar_tags)
@@ -371,11 +339,11 @@ class CaptureSession:
                 self._submit_packed()
         self._open_step(next_number)
         if self.clock.mode == "forward" and self.observer.gate.was_compiled:
-            # The forward that ended the step is running, in the graph it has chosen. The next one chooses now.
+            # The forward that ended the step already runs, in a graph with or without hooks. This is for the next one.
             self.observer.gate.open = self._is_logged(self.clock.count + 2)
 
     def _step_is_over(self, opens_next: bool = True) -> None:
-        """Something of the next step has happened: the step that has ended is packed and submitted."""
+        """Packs and submits the step that has ended, because something of the next step has happened."""
         ended = self._ended
         if ended is not None and ended.is_closed:
             try:
@@ -383,12 +351,11 @@ class CaptureSession:
             finally:
                 if opens_next:
                     self._open_step(self.clock.count)
-        if self._means is not None and self._means.is_due:
-            self._write_means(self._means)
+        self._scalars.write_means(ended, self._last_label)
         self._submit_packed()
 
     def _pack(self, step: Step) -> None:
-        """PACKED, or ABANDONED. Whatever goes wrong, the recorder is free for the next step afterwards."""
+        """Packs a closed step, or abandons it if it is empty. The recorder is free afterwards in any case."""
         if self._context.was_made_too_early:
             self._report.log_once("ranks are not merged: call init_process_group() before watch()")
         try:
@@ -396,67 +363,66 @@ class CaptureSession:
                 step.pack(self._copy(step.label))
                 self.logged += 1
         finally:
-            if step.is_closed:  # there was nothing, or another rank writes, or the copy failed
+            if step.is_closed:  # the step is empty, or another rank writes it, or the copy failed
                 self.recorder.restart()
                 step.abandon()
 
     def _submit_packed(self) -> None:
-        """SUBMITTED."""
+        """Submits the step that has ended to the background thread, if it is packed."""
         ended = self._ended
         if ended is not None and ended.is_packed:
-            # Submitted before it is forgotten: a signal in between may write the step twice, but cannot lose it.
+            # In this order, because a signal handler may raise in between. Then the step is written twice, not lost.
             self._submit(ended.packed)
             ended.submitted()
 
     @property
     def _waits_with_its_copy(self) -> bool:
-        """Whether scalars may yet come that are to be in the copy of the step that has ended."""
-        may_come = self._scalars.come_late_from_devices or (self._means is not None and self._means.is_due)
-        return may_come and self._rank_group is None and self.clock.mode != "forward" and not self._pauses
+        """Whether the copy of the step that has ended is delayed, for scalars that may still be logged to it."""
+        is_held = self._rank_group is None and self.clock.mode != "forward" and not self._pauses
+        return is_held and self._scalars.may_come_late
 
     @property
     def _other_ranks_wait(self) -> bool:
-        """Ranks are merged, and the others wait for the step. The first one may still get a label."""
+        """Whether other ranks wait for this step, to merge it. The first logged step may still get a label."""
         return self._rank_group is not None and (self.clock.mode == "manual" or self.logged > 1)
 
     def _copy(self, label: int) -> PackedStep:
-        """Starts the one copy to the host, with everything that waits for one."""
+        """Starts the one copy to the host. Late scalars of earlier steps are in it, too."""
         self._scalars.add_to_copy()
-        if self._means is not None:
-            self._means.add_to_copy(self.recorder)
         if triton.failure:
-            self._report.log_once(f"Triton is installed and does not work; torch operations serve: {triton.failure}")
+            self._report.log_once(f"Triton is installed but fails; torch operations are used: {triton.failure}")
         with profiler_label("copy"):
             packed = self.recorder.pack(label, self._rank)
         return self._context.shared(packed, self._model(), self._report)
 
     def _end_reading(self, keep_hooks: bool) -> None:
+        """Completes the records of the step, and closes it for the hooks."""
         if not self._pauses:
-            self.parameters.rest()
-        self.parameters.forget()
+            self.parameters.read_remaining()
+        self.parameters.clear()
         self.observer.leave_out_unused()
         with without_dispatch_modes():
             self.observer.units.log(self.recorder)
             self.observer.collectors.end(self.recorder)
         self.observer.end(keep_hooks)
         if self.recorder.overflowed:
-            self._report.log_once("a step made more calls than its buffer holds; the rest of it is not in its numbers")
+            self._report.log_once("a step made more calls than its buffer holds; the last ones are left out")
 
     def _is_logged(self, step: int) -> bool:
-        """Whether this process reads the step. Other ranks than the first may have nothing to do, or no longer."""
+        """Whether this process records the step. Ranks other than 0 may have nothing to do."""
         is_over = self._rank != 0 and self._rank_group is not None and self._rank_group.is_over
         return self.schedule.logs(step) and not is_over and not self._context.rank_has_changed
 
     # Scalars of the step that has ended.
 
     @property
-    def _takes_late_scalars(self) -> Step | None:
-        """The step that has ended, as long as nothing of the next one has happened."""
+    def _step_taking_late_scalars(self) -> Step | None:
+        """Returns the step that has ended, as long as nothing of the next one has happened."""
         ended = self._ended
         return ended if ended is not None and ended.takes_late_scalars and not self.observer.called else None
 
     def _watch_next_forward(self) -> None:
-        """In a compiled model no hook can be added: there the next optimizer's step tells that the step is over."""
+        """Subscribes to the next forward. A compiled model takes no new hook: there the optimizer's step submits."""
         if self._next_forward is None and not self.observer.gate.was_compiled:
             self._next_forward = self.forwards.subscribe(self._forward_begins, in_graph=False)
 
@@ -467,44 +433,18 @@ class CaptureSession:
         if self._ended is not None:
             self._ended.takes_late_scalars = False
 
-    def _is_written(self, step: int) -> bool:
-        """Whether anything of the open step is written: it is a logged one, or means are due."""
-        return self.observer.seen is not None or (self._means is not None and self._means.writes(step))
-
-    def _log_metrics(self, step: int) -> None:
-        """Adds the training metrics to the step that ends."""
-        if self._means is not None:
-            self._means.step_ends(step)
-        if self._metrics is None or not self._is_written(step):
-            return
-        numbers = self._metrics.numbers(step)
-        if self.observer.seen is None and self._means is not None:
-            self._means.extra = numbers
-            return
-        for tag, number in numbers.items():
-            self.recorder.scalar(tag, number)
-
-    def _write_means(self, writer: MeansWriter) -> None:
-        """Writes the means that are due with the step that has ended and were not in its copy."""
-        means = writer.take()
-        if self._ended is not None and self._ended.is_logged and self._ended.label == self._last_label:
-            for tag, mean in means.items():
-                self._scalars.log_late(self._ended, tag, mean)
-        else:
-            writer.write(self._last_label, means)
-
     def _submit_late_scalars(self) -> None:
-        """Makes a copy for scalars on devices that came after their step's copy."""
+        """Makes a copy only for device scalars that were logged after the copy of their step."""
         if self._scalars.wait_for_a_copy and self._rank == 0:
             self._submit(replace(self._copy(self.clock.count), merge=None))
 
     def _finish_evaluation(self) -> None:
         if self._evaluation is not None:
             self._evaluation.finish()
-        if self._means is not None:
-            self._means.write_evaluation(self._last_label)
+        self._scalars.means.write_evaluation(self._last_label)
 
     def _warn_if_blind(self, label: int) -> None:
+        """Warns if the hooks were not called in a logged step."""
         if not self._pauses and self.recorder.wants("activation", "gradient", "input") and self.observer.is_blind:
             why = self.observer.placement.why_blind()
             self._report.log_once(f"step {label} was to be logged, but {why}", once=why)

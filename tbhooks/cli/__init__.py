@@ -1,5 +1,5 @@
-"""The `tbhooks` command. Only the chosen subcommand is imported, so that a script under `tbhooks run` finds nothing
-loaded that it has not loaded itself.
+"""The `tbhooks` command. Only the chosen subcommand is imported: under `tbhooks run`, a script finds no module loaded
+that it did not import itself.
 """
 
 import sys
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command with these arguments, or with those of the process. Returns the exit code."""
+    """Runs the command with these arguments, by default those of the process. Returns the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words[:1] == ["run"]:
         from tbhooks.cli import run  # noqa: PLC0415

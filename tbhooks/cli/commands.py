@@ -1,8 +1,9 @@
-"""The `tbhooks` command: one function a verb, its options beside it."""
+"""The subcommands of `tbhooks`, each with its options beside it."""
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import inspect
 import os
 import shutil
@@ -12,55 +13,49 @@ from pathlib import Path
 
 import tbhooks
 from tbhooks import rules, runs
-from tbhooks.cli import run as running
 from tbhooks.data.errors import check_integer
 from tbhooks.drawing.text import printable
 from tbhooks.runs import compare, report_data
 from tbhooks.runs.run import every_run, one_run
 from tbhooks.views import report_html, report_text
 
-# Exit codes of `check`, and of anything that cannot do what it was asked.
-FOUND, UNREADABLE = 1, 2
-# What shells make of Ctrl-C.
-INTERRUPTED = 130
-# A run that is read in a moment needs no progress line.
-_WORTH_A_LINE = 64 << 20
+# Exit codes: `check` found an issue; a command failed; Ctrl-C, as shells report it.
+FOUND, FAILED, INTERRUPTED = 1, 2, 130
+# Smaller runs are read so fast that they need no progress line.
+_PROGRESS_FROM_BYTES = 64 << 20
 
 _EXAMPLES = """\
 examples:
-  tbhooks run train.py --lr 0.1           a training script as it is, watched
-  tbhooks report runs/train-...           what its run looks like, layer by layer
-  tbhooks check runs/train-...            what is wrong with it, for scripts: exit code 1 if there is an error
-  tbhooks demo                            a small CNN on handwritten digits
+  tbhooks run train.py --lr 0.1           run an unmodified training script with monitoring
+  tbhooks report runs/train-...           summarize the run layer by layer
+  tbhooks check runs/train-...            print its findings; exit code 1 if there is an error
+  tbhooks demo                            train a small CNN on handwritten digits
 
 In a script: tbhooks.watch(model, writer, every=100)
 
-exit codes: 0, or what the script of "run" exits with; 1 if "check" finds something that counts; 2 if what was
-asked for cannot be done; 130 after Ctrl-C.
+exit codes: 0, or that of the script under "run"; 1 if "check" finds an issue of the --fail-on severity; 2 if an
+argument is wrong or a run cannot be read; 130 after Ctrl-C.
 """
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns the exit code."""
+def main(arguments: Sequence[str]) -> int:
+    """Runs any subcommand but `run`, which `tbhooks.cli.main` handles. Returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="tbhooks",
-        description="See what is happening inside a PyTorch model.",
+        description="Monitoring and diagnosis of PyTorch training, for TensorBoard.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"tbhooks {tbhooks.__version__}")
     verbs = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    verbs.add_parser("run", help="run a training script as it is, watched", add_help=False)
-    _add_demo(verbs.add_parser("demo", help="train a small CNN on handwritten digits, watched"))
-    _add_report(verbs.add_parser("report", help="what a run looks like, layer by layer, and what is wrong with it"))
-    _add_check(verbs.add_parser("check", help="one line a finding; exit code 1 if there is one that counts"))
-    _add_bench(verbs.add_parser("bench", help="what watching costs on this machine, with your model"))
-    listing = verbs.add_parser("rules", help="what is looked for in a run")
+    verbs.add_parser("run", help="run an unmodified training script with monitoring", add_help=False)
+    _add_demo(verbs.add_parser("demo", help="train a small CNN on handwritten digits with monitoring"))
+    _add_report(verbs.add_parser("report", help="summarize a run layer by layer, with its findings"))
+    _add_check(verbs.add_parser("check", help="print findings; exit 1 if any reaches --fail-on"))
+    _add_bench(verbs.add_parser("bench", help="measure the overhead of monitoring on this machine, with your model"))
+    listing = verbs.add_parser("rules", help="list diagnostic rules")
     listing.set_defaults(verb=_rules)
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    if words[:1] == ["run"]:
-        return running.main(words[1:])
-    options = parser.parse_args(words)
+    options = parser.parse_args(arguments)
     code: int = options.verb(options)
     return code
 
@@ -69,9 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _add_demo(demo: argparse.ArgumentParser) -> None:
-    demo.add_argument("--logdir", default="runs/digits", help="where the run goes (default: %(default)s)")
+    demo.add_argument("--logdir", default="runs/digits", help="directory of the run (default: %(default)s)")
     demo.add_argument("--steps", type=int, default=300, help="training steps (default: %(default)s)")
-    demo.add_argument("--every", type=int, default=10, help="log every N-th step (default: %(default)s)")
+    demo.add_argument("--every", type=int, default=10, help="log every Nth step (default: %(default)s)")
     demo.set_defaults(verb=_demo)
 
 
@@ -90,53 +85,49 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _add_report(report: argparse.ArgumentParser) -> None:
-    report.add_argument("run", metavar="RUNDIR", help="the directory of a run")
-    report.add_argument("other", metavar="RUN2", nargs="?", help="a second run: shows where the two part")
-    report.add_argument("--compare", metavar="RUN2", help="the same as a second RUNDIR")
-    report.add_argument("--html", metavar="FILE", help="write one self-contained page with heat maps instead")
-    report.add_argument("--json", action="store_true", help="print one JSON document for machines")
-    report.add_argument("--all", action="store_true", help="every layer of a long table")
+    report.add_argument("run", metavar="RUNDIR", help="directory of a run")
+    report.add_argument("other", metavar="RUN2", nargs="?", help="a second run: show where the two first differ")
+    report.add_argument("--compare", metavar="RUN2", help="same as the argument RUN2")
+    report.add_argument("--html", metavar="FILE", help="write a self-contained HTML page with heat maps instead")
+    report.add_argument("--json", action="store_true", help="print one JSON document")
+    report.add_argument("--all", action="store_true", help="show all rows of long tables")
     report.set_defaults(verb=_report)
 
 
 def _report(options: argparse.Namespace) -> int:
-    return _with_runs("report", lambda: _told(options))
+    return _run_verb("report", lambda: _print_report(options))
 
 
-def _told(options: argparse.Namespace) -> int:
+def _print_report(options: argparse.Namespace) -> int:
     other = options.other or options.compare
     if other is not None and (options.html or (options.other and options.compare)):
-        raise tbhooks.ArgumentError("--html shows one run" if options.html else "two runs are compared, not three")
+        raise tbhooks.ArgumentError("--html takes one run" if options.html else "only two runs can be compared")
     run = one_run(options.run, _read)
     if options.html:
         _write_page(run, options.html)
         return 0
     if other is not None:
         comparison = compare.compare(run, one_run(other, _read))
-        return _say(comparison.to_dict() if options.json else report_text.comparison_report(comparison))
+        return _show(comparison.to_dict() if options.json else report_text.comparison_report(comparison))
     if options.json:
-        return _say(report_data.document(run))
-    return _say(report_text.run_report(run, _width(), all_rows=options.all))
+        return _show(report_data.document(run))
+    return _show(report_text.run_report(run, _width(), all_rows=options.all))
 
 
 def _write_page(run: runs.Run, file: str) -> None:
     Path(file).write_text(report_html.page(run), encoding="utf-8", errors="replace")
     size = Path(file).stat().st_size
-    print(f"{printable(file)}: {size / 1e6:.1f} MB, no script, nothing from the network")
+    print(f"{printable(file)}: {size / 1e6:.1f} MB, self-contained")
 
 
-def _say(told: dict[str, object] | list[report_text.Section]) -> int:
-    _print(report_data.as_json(told) if isinstance(told, dict) else _laid_out(told))
+def _show(report: dict[str, object] | list[report_text.Section]) -> int:
+    if isinstance(report, dict):
+        _print(report_data.as_json(report))
+    elif sys.stdout.isatty() and importlib.util.find_spec("rich") is not None:
+        _print(report_text.styled(report, _width(), colour="NO_COLOR" not in os.environ))
+    else:
+        _print(report_text.plain(report, _width(), whole_names=not sys.stdout.isatty()))
     return 0
-
-
-def _laid_out(sections: list[report_text.Section]) -> str:
-    if sys.stdout.isatty():
-        try:
-            return report_text.styled(sections, _width(), colour="NO_COLOR" not in os.environ)
-        except ImportError:  # rich is an extra
-            pass
-    return report_text.plain(sections, _width(), whole_names=not sys.stdout.isatty())
 
 
 def _width() -> int:
@@ -144,7 +135,7 @@ def _width() -> int:
 
 
 def _print(text: str) -> None:
-    """Whatever the terminal's encoding: bars it does not have become question marks."""
+    """Prints text; characters that the terminal's encoding lacks become question marks."""
     encoding = sys.stdout.encoding or "utf-8"
     print(text.rstrip("\n").encode(encoding, errors="replace").decode(encoding))
 
@@ -153,19 +144,19 @@ def _print(text: str) -> None:
 
 
 def _add_check(check: argparse.ArgumentParser) -> None:
-    check.add_argument("run", metavar="RUNDIR", help="the directory of a run, or one with runs below it")
+    check.add_argument("run", metavar="RUNDIR", help="directory of a run, or one with runs below it")
     check.add_argument(
         "--fail-on", choices=report_data.SEVERITIES[::-1], default="error",
-        help="the least severity that makes the exit code 1 (default: %(default)s)",
+        help="lowest severity that makes the exit code 1 (default: %(default)s)",
     )  # fmt: skip
     check.set_defaults(verb=_check)
 
 
 def _check(options: argparse.Namespace) -> int:
-    return _with_runs("check", lambda: _judged(options))
+    return _run_verb("check", lambda: _print_findings(options))
 
 
-def _judged(options: argparse.Namespace) -> int:
+def _print_findings(options: argparse.Namespace) -> int:
     checked = every_run(options.run, _read)
     counts = report_data.SEVERITIES[: report_data.SEVERITIES.index(options.fail_on) + 1]
     found = False
@@ -175,8 +166,8 @@ def _judged(options: argparse.Namespace) -> int:
             print(f"tbhooks check: {printable(name + problem)}", file=sys.stderr)
         for finding in report_data.by_severity(run):
             where = "" if finding.site is None else f" {finding.site}"
-            told = f"{finding.severity}: step {finding.step}: {finding.rule}{where}: {finding.message}"
-            _print(printable(name + told))
+            line = f"{finding.severity}: step {finding.step}: {finding.rule}{where}: {finding.message}"
+            _print(printable(name + line))
             found = found or finding.severity in counts
     return FOUND if found else 0
 
@@ -196,31 +187,29 @@ def _rules(_options: argparse.Namespace) -> int:
 
 def _add_bench(bench: argparse.ArgumentParser) -> None:
     bench.description = (
-        "Trains copies of a model side by side, bare and watched, and says what watching costs. MODULE:FACTORY is a "
-        "function of yours, from this directory or installed, that returns (model, loss_function) with "
-        "loss_function(model) -> loss, or (model, example_inputs): a tensor, a tuple, or a dict of keyword arguments. "
-        "A factory with a parameter named device is given the device."
+        "Trains a model with and without monitoring in turns, and reports the overhead. MODULE:FACTORY is a function, "
+        "in this directory or installed, that returns (model, loss_function) with loss_function(model) -> loss, or "
+        "(model, example_inputs): a tensor, a tuple, or a dict of keyword arguments. A factory with a parameter named "
+        "device is called with the device."
     )
-    bench.add_argument("--model", metavar="MODULE:FACTORY", help="what to train (default: a small transformer)")
+    bench.add_argument("--model", metavar="MODULE:FACTORY", help="the model to train (default: a small transformer)")
     bench.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default: %(default)s)")
-    bench.add_argument("--every", type=int, default=100, metavar="N", help="the every of watch (default: %(default)s)")
-    bench.add_argument("--steps", type=int, metavar="N", help="timed steps of each way (default: what fits a minute)")
-    bench.add_argument(
-        "--threads", type=int, metavar="N", help="CPU threads of torch (default: as many as torch takes)"
-    )
-    bench.add_argument("--json", metavar="FILE", help="write the numbers there too")
+    bench.add_argument("--every", type=int, default=100, metavar="N", help="log every Nth step (default: %(default)s)")
+    bench.add_argument("--steps", type=int, metavar="N", help="timed steps per variant (default: a minute's worth)")
+    bench.add_argument("--threads", type=int, metavar="N", help="CPU threads of torch (default: torch's own)")
+    bench.add_argument("--json", metavar="FILE", help="also write the numbers to this file")
     bench.set_defaults(verb=_bench)
 
 
 def _bench(options: argparse.Namespace) -> int:
     try:
-        return _with_runs("bench", lambda: _measured(options))
+        return _run_verb("bench", lambda: _print_measurement(options))
     except KeyboardInterrupt:
         print("\ntbhooks bench: stopped", file=sys.stderr)
         return INTERRUPTED
 
 
-def _measured(options: argparse.Namespace) -> int:
+def _print_measurement(options: argparse.Namespace) -> int:
     import torch  # noqa: PLC0415  the other commands do without
 
     from tbhooks.cli import bench  # noqa: PLC0415
@@ -231,28 +220,28 @@ def _measured(options: argparse.Namespace) -> int:
         if getattr(options, name) is not None:
             check_integer(name, getattr(options, name))
     workload = bench.load(options.model, bench.device_named(options.device))
-    result = bench.measure(workload, options.every, options.steps, _tell, _rounds_done)
+    result = bench.measure(workload, options.every, options.steps, _log, _show_rounds)
     if options.json:
         Path(options.json).write_text(report_data.as_json(result.to_dict()) + "\n", encoding="utf-8")
     _print(bench.text(result))
     return 0
 
 
-def _tell(message: str) -> None:
+def _log(message: str) -> None:
     print(f"tbhooks bench: {message}", file=sys.stderr, flush=True)
 
 
-def _rounds_done(done: int, total: int) -> None:
+def _show_rounds(done: int, total: int) -> None:
     if sys.stderr.isatty():
         line = f"\rround {done} of {total}" if done < total else "\r\x1b[K"
         print(line, end="", file=sys.stderr, flush=True)
 
 
-# --- What they share ----------------------------------------------------------------------------------
+# --- Shared -------------------------------------------------------------------------------------------
 
 
-def _with_runs(verb: str, work: Callable[[], int]) -> int:
-    """What is wrong with an argument is said in a line, and a reader that went away is no error."""
+def _run_verb(verb: str, work: Callable[[], int]) -> int:
+    """Runs a command and returns its exit code. A wrong argument is one line on stderr; a closed pipe is no error."""
     try:
         code = work()
         sys.stdout.flush()
@@ -262,7 +251,7 @@ def _with_runs(verb: str, work: Callable[[], int]) -> int:
         return 0
     except (OSError, tbhooks.TbhooksError) as problem:
         print(f"tbhooks {verb}: {printable(str(problem))}", file=sys.stderr)
-        return UNREADABLE
+        return FAILED
 
 
 def _read(directory: Path) -> runs.Run:
@@ -275,5 +264,5 @@ def _read(directory: Path) -> runs.Run:
 
 def _progress(done: int, total: int) -> None:
     percent, before = (100 * x // max(total, 1) for x in (done, done - (1 << 20)))
-    if total > _WORTH_A_LINE and percent != before:
+    if total > _PROGRESS_FROM_BYTES and percent != before:
         print(f"\rreading: {percent} % of {total / 1e6:.0f} MB", end="", file=sys.stderr, flush=True)

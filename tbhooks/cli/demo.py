@@ -1,4 +1,4 @@
-"""`tbhooks demo`: a small CNN on handwritten digits, trained for a few seconds and watched; then again, made sick."""
+"""`tbhooks demo`: trains a small CNN on handwritten digits for a few seconds, then again with a bad learning rate."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ GOOD_RATE, RATE_TOO_HIGH = 0.002, 0.2
 
 
 def run(logdir: str, steps: int, every: int) -> None:
-    """Trains both, prints what the watch saw, and says how to look at it."""
+    """Trains both, prints their findings and how to view the runs. Raises TbhooksError without scikit-learn."""
     data = _digits()
-    directory = _fresh(Path(logdir))
-    sick = directory.with_name(f"{directory.name}-sick")
+    directory = _unused(Path(logdir))
+    diverging = directory.with_name(f"{directory.name}-diverging")
     torch.manual_seed(0)
     watching, summary = _train(_model(), data, GOOD_RATE, directory, steps, every)
     if watching.latest is not None:
         print(table(watching.latest))
-    _tell(watching, summary)
+    _report(watching, summary)
     torch.manual_seed(0)
-    watching, summary = _train(_model(), data, RATE_TOO_HIGH, sick, steps, every)
+    watching, summary = _train(_model(), data, RATE_TOO_HIGH, diverging, steps, every)
     print(f"\nThe same network again, with a learning rate of {RATE_TOO_HIGH} instead of {GOOD_RATE}:")
-    _tell(watching, summary)
-    print(f"\nThe runs are in {directory} and {sick}. To look at them:\n")
+    _report(watching, summary)
+    print(f"\nThe runs are in {directory} and {diverging}. To view them:\n")
     print(f"    tensorboard --logdir {directory.parent}     the TBHOOKS tab shows both side by side")
-    print(f"    tbhooks report {sick}\n")
+    print(f"    tbhooks report {diverging}\n")
 
 
 def _train(
@@ -60,7 +60,7 @@ def _digits() -> tuple[Tensor, Tensor]:
     try:
         from sklearn.datasets import load_digits  # noqa: PLC0415  an extra
     except ImportError as problem:
-        raise TbhooksError("the demo's data comes with scikit-learn: pip install 'tbhooks[demo]'") from problem
+        raise TbhooksError("the demo needs scikit-learn for its data: pip install 'tbhooks[demo]'") from problem
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16.0
     return images, torch.tensor(digits.target)
@@ -83,8 +83,8 @@ def _model() -> nn.Module:
     return nn.Sequential(OrderedDict(layers))
 
 
-def _fresh(directory: Path) -> Path:
-    """The first of `runs/digits`, `runs/digits-2`, ... that is free: two runs in one are a tangle, and none is lost."""
+def _unused(directory: Path) -> Path:
+    """The first of `runs/digits`, `runs/digits-2`, ... that does not exist, so that no run is overwritten."""
     name, number = directory.name, 1
     while directory.exists():
         number += 1
@@ -104,10 +104,10 @@ def _accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
         return float((model(images).argmax(dim=1) == labels).float().mean())
 
 
-def _tell(watching: Watch, summary: str) -> None:
+def _report(watching: Watch, summary: str) -> None:
     stats = watching.stats
-    print(f"\n{summary}; {stats.logged} steps logged, {stats.seconds_training:.2f} s of it spent watching.")
+    print(f"\n{summary}; {stats.logged} steps logged, {stats.seconds_training:.2f} s of it for monitoring.")
     for finding in watching.findings:
         print(f"{finding.severity}: {finding.message}")
     if not watching.findings:
-        print("Nothing wrong was found.")
+        print("No issues found.")

@@ -1,4 +1,4 @@
-"""One file a framework, a few lines each over `watch`; nothing is imported before it is asked for.
+"""Integrations with training frameworks, one module per framework. Each is imported on first access.
 
 - `tbhooks.integrations.lightning.WatchCallback`: for the Trainer of `lightning` or `pytorch_lightning`
 - `tbhooks.integrations.transformers.WatchCallback`: for the Trainer of `transformers`

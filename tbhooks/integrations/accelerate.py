@@ -1,4 +1,4 @@
-"""`watch(accelerator, model)`: a loop of your own with `accelerate`. Nothing of it is imported here."""
+"""`watch(accelerator, model)` for training loops that use Hugging Face `accelerate`, which is not imported here."""
 
 from __future__ import annotations
 
@@ -9,20 +9,31 @@ from torch import nn
 from tbhooks.api.watch import Watch
 from tbhooks.api.watch import watch as watch_model
 
-_KNOWN = ("tensorboard", "wandb", "mlflow", "aim")
+_SUPPORTED_TRACKERS = ("tensorboard", "wandb", "mlflow", "aim")
 
 
 def watch(accelerator: Any, model: nn.Module, writer: Any = None, every: int = 100, **options: Any) -> Watch:
-    """Watches a model, prepared or not; options are those of `tbhooks.watch`, and so is what is returned.
+    """Watches a model of an `accelerate` training loop.
 
-    A step is one of the optimizer's, so that the micro-batches of `accelerator.accumulate` make one. Without a
-    `writer`, what is seen goes to the accelerator's trackers (call `init_trackers` before).
+    Args:
+        accelerator: the `Accelerator`.
+        model: the model, before or after `accelerator.prepare`.
+        writer: as in `tbhooks.watch`. None logs to the TensorBoard, wandb, MLflow and Aim trackers of the accelerator;
+            call `accelerator.init_trackers` before.
+        every: log every Nth optimizer step. The micro-batches of `accelerator.accumulate` make one step.
+        options: further arguments of `tbhooks.watch`.
+
+    Returns:
+        The `Watch`. Raises ArgumentError as `tbhooks.watch` does.
+
+    >>> watch(accelerator, model, every=100)  # doctest: +SKIP
+
     """
-    where = _trackers(accelerator) if writer is None else writer
-    return watch_model(accelerator.unwrap_model(model), where, every, **options)
+    destination = _trackers(accelerator) if writer is None else writer
+    return watch_model(accelerator.unwrap_model(model), destination, every, **options)
 
 
 def _trackers(accelerator: Any) -> list[Any]:
     if not accelerator.is_main_process:
         return []
-    return [tracker.tracker for tracker in accelerator.trackers if tracker.name in _KNOWN]
+    return [tracker.tracker for tracker in accelerator.trackers if tracker.name in _SUPPORTED_TRACKERS]

@@ -1,4 +1,4 @@
-"""`attach(trainer, model, writer)`: for an Engine of `ignite` that trains."""
+"""`attach(trainer, model, writer)` for a training `Engine` of PyTorch-Ignite."""
 
 from __future__ import annotations
 
@@ -8,34 +8,46 @@ from ignite.engine import Events
 from torch import nn
 
 from tbhooks.api.watch import Watch
-from tbhooks.integrations._session import Trainings
+from tbhooks.integrations._session import TrainingSession
 
 
 def attach(trainer: Any, model: nn.Module, writer: Any = None, every: int = 100, **options: Any) -> Watch:
-    """Watches the model in every run of the engine, from now on.
+    """Watches a model in every run of a training engine, from now on.
 
-    `every` counts optimizer steps; the iteration each is made in is its number (ignite counts from 1). Options are
-    those of `tbhooks.watch`, and so is what is returned: the watch of the first run.
+    Args:
+        trainer: the `ignite.engine.Engine` that trains the model.
+        model: the model.
+        writer: as in `tbhooks.watch`.
+        every: log every Nth optimizer step. Steps are labelled by `trainer.state.iteration`, which counts from 1.
+        options: further arguments of `tbhooks.watch`, except `step`.
+
+    Returns:
+        The `Watch` of the first run. Raises ArgumentError as `tbhooks.watch` does.
+
+    >>> attach(trainer, model, SummaryWriter("runs/try"), every=100)  # doctest: +SKIP
+
     """
-    trainings = Trainings(every, options)
-    watching = trainings.begin(model, writer, trainer.state.iteration)
+    session = TrainingSession(every, options)
+    watching = session.begin(model, writer, trainer.state.iteration)
 
     def start() -> None:
-        if trainings.is_over:
-            trainings.begin(model, writer)
-        trainings.resume_at(trainer.state.iteration)
+        if session.is_over:
+            session.begin(model, writer)
+        session.resume_at(trainer.state.iteration)
 
     def end_step() -> None:
-        if trainings.has_stepped():  # accumulation may have yet to come to its step
-            trainings.end_step(trainer.state.iteration)
+        if session.has_stepped():  # not yet, while gradients are accumulated
+            session.end_step(trainer.state.iteration)
 
     def stop(engine: Any, problem: BaseException) -> None:
-        trainings.close()
-        if len(engine._event_handlers[Events.EXCEPTION_RAISED]) == 1:  # the engine raises it where nobody listens
+        session.close()
+        # An engine raises only if there is no handler, so if ours is the only one it has to raise.
+        handlers = getattr(engine, "_event_handlers")  # noqa: B009  ignite has no public way to count them
+        if len(handlers[Events.EXCEPTION_RAISED]) == 1:
             raise problem
 
     for event, handler in (
-        (Events.STARTED, start), (Events.ITERATION_COMPLETED, end_step), (Events.COMPLETED, trainings.finish),
+        (Events.STARTED, start), (Events.ITERATION_COMPLETED, end_step), (Events.COMPLETED, session.finish),
         (Events.EXCEPTION_RAISED, stop),
     ):  # fmt: skip
         trainer.add_event_handler(event, handler)

@@ -1,6 +1,6 @@
-"""`Trainer(callbacks=[WatchCallback(every=100)])` with `lightning` or `pytorch_lightning`.
+"""`Trainer(callbacks=[WatchCallback(every=100)])` for `lightning` and `pytorch_lightning`.
 
-Their Callback classes are not the same; this one is of whichever is imported, or of both.
+The two packages have different Callback classes; ours derives from that of the imported package, or from both.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tbhooks.api.watch import Watch
-from tbhooks.integrations._session import Trainings
+from tbhooks.integrations._session import TrainingSession
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
@@ -35,40 +35,48 @@ _Callback: Any = _callback_class()
 
 
 class WatchCallback(_Callback):  # type: ignore[misc]
-    """Watches the LightningModule. `every` counts optimizer steps; `trainer.global_step` before each is its number.
+    """A Lightning callback that watches the LightningModule during `fit`.
 
-    Without a `writer`, what is seen goes to the trainer's TensorBoard, wandb and MLflow loggers, or, if there are none,
-    stays in memory: `callback.watch` is the watch of the last fit. Options are those of `tbhooks.watch`.
+    Args:
+        every: log every Nth optimizer step. Steps are labelled by `trainer.global_step` before the step.
+        writer: as in `tbhooks.watch`. None logs to the trainer's TensorBoard, wandb and MLflow loggers, or keeps the
+            data in memory if there are none.
+        options: further arguments of `tbhooks.watch`, except `step`.
+
+    Raises ArgumentError for an unknown option.
+
+    >>> trainer = Trainer(callbacks=[WatchCallback(every=100)])  # doctest: +SKIP
+
     """
 
     def __init__(self, every: int = 100, writer: Any = None, **options: Any) -> None:
-        self._trainings = Trainings(every, options)
+        self._session = TrainingSession(every, options)
         self._writer = writer
         self._steps = 0
 
     @property
     def watch(self) -> Watch | None:
-        """The watch of the fit that is running, or of the last one."""
-        return self._trainings.watch
+        """The `Watch` of the current or last fit; None before the first."""
+        return self._session.watch
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        # Before the sanity check: a compiled module takes no hook after its first call.
-        self._trainings.begin(pl_module, _loggers(trainer) if self._writer is None else self._writer)
+        # Before the sanity check: hooks on a compiled module must be registered before its first call.
+        self._session.begin(pl_module, _loggers(trainer) if self._writer is None else self._writer)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self._steps = trainer.global_step  # a checkpoint has been loaded by now
-        self._trainings.resume_at(self._steps)
+        self._steps = trainer.global_step  # now a checkpoint is loaded
+        self._session.resume_at(self._steps)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step > self._steps:  # accumulation may have yet to come to its step
-            self._trainings.end_step(self._steps)
+        if trainer.global_step > self._steps:  # not yet, while gradients are accumulated
+            self._session.end_step(self._steps)
             self._steps = trainer.global_step
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        self._trainings.close()
+        self._session.close()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        self._trainings.finish()
+        self._session.finish()
 
 
 _WRITERS: dict[str, Callable[[Any], Any]] = {
@@ -79,7 +87,7 @@ _WRITERS: dict[str, Callable[[Any], Any]] = {
 
 
 def _loggers(trainer: Any) -> list[Any]:
-    """What of the trainer's loggers can be written to; on other ranks than the first they are stand-ins."""
+    """The writers of the supported loggers; none on other ranks than the first, where loggers are dummies."""
     if not trainer.is_global_zero:
         return []
     named = [(logger, {base.__name__ for base in type(logger).__mro__}) for logger in trainer.loggers]

@@ -1,7 +1,7 @@
-"""The TBHOOKS tab of TensorBoard: what TensorBoard loads when it starts.
+"""The TBHOOKS tab of TensorBoard, and the loader that TensorBoard imports when it starts.
 
-TensorBoard imports this whatever its log directory holds, and an error here would end it, so nothing heavy is
-imported before there is a tab to show.
+TensorBoard imports this module in any case, and an error here would stop it, so nothing heavy is imported before there
+is a tab to show.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ _KEEP_ALL = 0
 
 
 class Loader(base_plugin.TBLoader):  # type: ignore[misc]  # TensorBoard has no types
-    """Makes the tab, and has TensorBoard keep every step of ours, which it would sample down to 10 or 100."""
+    """Makes the tab, and has TensorBoard keep all our steps, which it would downsample to 10 or 100."""
 
     def fix_flags(self, flags: Any) -> None:
-        """What users said of other plugins stays, and so does what they said of this one."""
-        asked = dict(getattr(flags, "samples_per_plugin", None) or {})
-        asked.setdefault(NAME, _KEEP_ALL)
-        flags.samples_per_plugin = asked
+        """Sets the default of `--samples_per_plugin` for this plugin; what users set is kept."""
+        samples = dict(getattr(flags, "samples_per_plugin", None) or {})
+        samples.setdefault(NAME, _KEEP_ALL)
+        flags.samples_per_plugin = samples
 
     def load(self, context: Any) -> Any:
         if context.data_provider is None:

@@ -1,7 +1,4 @@
-"""A run's numbers as the tab works with them: rows, histograms and findings of one kind over all steps.
-
-Only what they are and how much memory they take; where they come from is the store's matter.
-"""
+"""The arrays that the tab works with: rows, histograms and findings over all steps, each with its size in memory."""
 
 from __future__ import annotations
 
@@ -15,23 +12,23 @@ from tbhooks.data.frame import Finding
 from tbhooks.data.stats import BUCKETS, Counts
 
 Stored = NDArray[np.float32]
-Places = NDArray[np.intp]
+Indices = NDArray[np.intp]
 Source = tuple[int, float, int]
-"""Step, time and hash of what a histogram was stored as: what has the same need not be unpacked again."""
+"""Step, time and hash of a stored histogram; one with the same source is not unpacked again."""
 
-_BYTES_A_FINDING = 2000
+_BYTES_PER_FINDING = 2000
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Every row of one kind as it was written: `columns[column, step, site]`, NaN where a site was not seen."""
+    """All rows of one kind as stored: `columns[column, step, site]`, NaN where a site has no data."""
 
     steps: NDArray[np.int64]
     times: NDArray[np.float64]
     columns: Stored
     seen: NDArray[np.bool_]
     thinned: bool
-    """Whether TensorBoard could not hand over all steps."""
+    """Whether TensorBoard returned only a sample of the steps."""
 
     @property
     def nbytes(self) -> int:
@@ -40,22 +37,22 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """The bucket counts of one step without the buckets that no site uses, in the smallest type that holds them."""
+    """The bucket counts of one step without unused buckets at the ends, in the smallest integer type."""
 
     source: Source
     first: int
     counts: NDArray[np.unsignedinteger[Any]]
-    where: Places
+    where: Indices
 
     @classmethod
-    def of(cls, source: Source, counts: Counts, where: Places) -> Histogram:
+    def of(cls, source: Source, counts: Counts, where: Indices) -> Histogram:
         used = np.flatnonzero(counts.any(axis=0))
         first, last = (int(used[0]), int(used[-1]) + 1) if len(used) else (0, 0)
         smallest = np.min_scalar_type(int(counts.max(initial=0)))
         return cls(source, first, counts[:, first:last].astype(smallest), where)
 
     def of_sites(self, sites: int) -> Counts:
-        """The counts of every site of the kind."""
+        """The counts of all sites of the kind."""
         counts = np.zeros((sites, BUCKETS), dtype=np.int64)
         counts[self.where, self.first : self.first + self.counts.shape[1]] = self.counts
         return counts
@@ -70,7 +67,7 @@ class Histogram:
 
 @dataclass(frozen=True)
 class Histograms:
-    """The histograms of one kind, on the steps that have any."""
+    """The histograms of one kind, for the steps that have any."""
 
     steps: NDArray[np.int64]
     each: tuple[Histogram, ...]
@@ -81,11 +78,11 @@ class Histograms:
 
 
 @dataclass(frozen=True)
-class Told:
-    """Every finding of a run in the order of their steps, each as often as it was told."""
+class StoredFindings:
+    """All findings of a run by step; one that was reported several times is in it several times."""
 
     findings: tuple[Finding, ...]
 
     @property
     def nbytes(self) -> int:
-        return _BYTES_A_FINDING * len(self.findings)
+        return _BYTES_PER_FINDING * len(self.findings)

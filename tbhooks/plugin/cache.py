@@ -1,7 +1,7 @@
-"""What was decoded once and may be asked for again, within a budget of bytes, for many threads at a time.
+"""A thread-safe LRU cache of decoded data, within a budget of bytes.
 
-An entry is good for one version of its source; a newer version takes its place. Whoever asks first makes
-it, everybody else who asks for the same waits for that instead of doing the work again.
+An entry is valid for one version of its source and is replaced by a newer version. The first thread that needs an entry
+makes it; other threads wait for that instead of doing the same work.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class _Entry:
 
 
 class Cache:
-    """Least recently used first to go; what is larger than the whole budget is never kept."""
+    """Evicts the least recently used entries; a value larger than the whole budget is never kept."""
 
     def __init__(self, budget: int) -> None:
         self._budget = budget
         self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
         self._held = 0
         self._lock = threading.Lock()
-        # A lock for each key would have to be thrown away some time; a few shared ones need not.
+        # A few shared locks; one per key would have to be deleted at some time.
         self._making = [threading.Lock() for _ in range(_STRIPES)]
 
     @property
@@ -48,7 +48,7 @@ class Cache:
         return self._held
 
     def get(self, key: Hashable, version: Hashable, make: Callable[[Value | None], Value]) -> Value:
-        """The value of this version; if it is not here, `make` makes it, out of an older one if that helps."""
+        """Returns the value of this version. If there is none, `make` is called with the older value, or None."""
         with self._making[hash(key) % _STRIPES]:
             entry = self._find(key)
             if entry is None or entry.version != version:
@@ -74,5 +74,5 @@ class Cache:
             self._entries[key] = entry
             self._held += entry.nbytes
             while self._held > self._budget:
-                _, gone = self._entries.popitem(last=False)
-                self._held -= gone.nbytes
+                _, evicted = self._entries.popitem(last=False)
+                self._held -= evicted.nbytes

@@ -1,7 +1,6 @@
-"""What a log directory holds of ours, from what TensorBoard lists of its tags: runs, kinds, sites, newest steps.
+"""The index of a log directory from TensorBoard's list of tags: our runs, kinds, sites and newest steps.
 
-No tensor is read here. A tag whose description does not read, or does not fit its name, is left out: anybody
-may write an event file.
+No tensor is read here. A tag with invalid metadata is left out: event files may come from anywhere.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from tbhooks.sinks.tensorboard import PLUGIN
 from tbhooks.sinks.tensorboard.findings import DATA_TAG
 
 KINDS = (*ALL_KINDS, *(EVALUATION + kind for kind in ALL_KINDS), CHANNEL + "activation", CHANNEL + "weight")
-"""Every kind there can be, in the order they are listed."""
+"""All possible kinds, in display order."""
 _TAG = re.compile(rf"{PLUGIN}/(?P<kind>[a-z_.]+?)(?P<buckets>\.buckets)?(?:\.(?P<generation>[1-9]\d{{0,8}}))?")
 _HAS_RATIO = "update"
 
 
 @dataclass(frozen=True, slots=True)
 class Tag:
-    """One tag of frame tensors or findings, and how new its newest value is."""
+    """One tag of frame tensors or findings, with the step and time of its newest value."""
 
     name: str
     last_step: int
@@ -38,7 +37,7 @@ class Tag:
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of a run: its tags from the first to the newest generation, rows and buckets apart."""
+    """One kind of a run: its tags of rows and of buckets, each from the first to the newest generation."""
 
     name: str
     rows: tuple[Tag, ...]
@@ -46,7 +45,7 @@ class Kind:
 
     @cached_property
     def sites(self) -> tuple[Site, ...]:
-        """In the order they were first seen; a later generation starts with the earlier one's list."""
+        """In the order of their first appearance; a later generation extends the list of the earlier one."""
         if all(tag.sites == self.rows[-1].sites[: len(tag.sites)] for tag in self.rows):
             return self.rows[-1].sites
         return tuple(dict.fromkeys(site for tag in self.rows for site in tag.sites))
@@ -62,14 +61,14 @@ class Kind:
 
     @property
     def stats(self) -> list[str]:
-        """Which stats there are numbers of."""
+        """The available stats."""
         of_rows = [name for name in STATS if name != "ratio" or self.name == _HAS_RATIO]
         return of_rows + (list(QUANTILES) if self.buckets else [])
 
 
 @dataclass(frozen=True)
 class RunIndex:
-    """What one run holds of ours."""
+    """Our kinds and findings of one run."""
 
     name: str
     kinds: Mapping[str, Kind] = field(default_factory=dict)
@@ -90,13 +89,13 @@ class RunIndex:
 
 
 def read(listing: Mapping[str, Mapping[str, Any]]) -> dict[str, RunIndex]:
-    """The runs that hold anything of ours, by name, from the data provider's list of our tensors."""
+    """The runs with tbhooks data by name, from the data provider's list of our tensors."""
     runs = {name: _run(name, series) for name, series in listing.items()}
     return {name: run for name, run in sorted(runs.items()) if run.kinds or run.findings}
 
 
 def _run(name: str, series: Mapping[str, Any]) -> RunIndex:
-    # A tag is listed a moment before its first value is there.
+    # TensorBoard lists a tag shortly before its first value is available.
     filled = {tag: one for tag, one in series.items() if one.max_step is not None and one.max_wall_time is not None}
     findings = None
     if DATA_TAG in filled:
@@ -128,7 +127,7 @@ def _by_generation(tags: Mapping[int, Tag]) -> tuple[Tag, ...]:
 
 @lru_cache(maxsize=512)
 def _layout(content: bytes) -> Layout | None:
-    """A description is the same at every poll, and takes a while to read."""
+    """Parses the metadata of a tag; cached, because it is the same at every poll. None if it is invalid."""
     metadata = summary_pb2.SummaryMetadata(plugin_data=summary_pb2.SummaryMetadata.PluginData(content=content))
     try:
         layout = Layout.read(metadata)
@@ -139,7 +138,7 @@ def _layout(content: bytes) -> Layout | None:
 
 
 def _check_names(sites: Iterable[Site]) -> None:
-    """Raises ValueError for what no browser can ask for, or what one question would fit twice."""
+    """Raises ValueError for names that cannot be in a URL, and for duplicates."""
     known = set()
     for site in sites:
         site.name.encode()

@@ -1,6 +1,6 @@
-"""One stat of every site on every step, out of stored rows and histograms.
+"""One stat of all sites and steps, from stored rows and histograms.
 
-Stats that are stored columns are taken as they were written, to the bit; the others are derived by `tbhooks.stats`.
+Stats that are stored columns are returned bit for bit; the others are derived by `tbhooks.data.stats`.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ import numpy as np
 
 from tbhooks.data import stats
 from tbhooks.data.stats import COUNT, INFS, MAX, MEAN, MIN, NANS, QUANTILES, STATS, Counts
-from tbhooks.plugin.arrays import Histograms, Places, Rows, Source, Stored
+from tbhooks.plugin.arrays import Histograms, Indices, Rows, Source, Stored
 from tbhooks.sinks.tensorboard import decode_values
 
-_STORED_STD = stats.M2  # what is stored has the std where a row has m2
+_STORED_STD = stats.M2  # stored rows have the std in the column of m2
 _AS_STORED = {"count": COUNT, "nan_count": NANS, "inf_count": INFS}
 _OF_FINITE = {"mean": MEAN, "std": _STORED_STD, "min": MIN, "max": MAX}
-# Derived stats need rows of float64: a slice of this many at a time stays in the processor's cache.
+# Derived stats need float64 rows; this many at a time fit into the processor's cache.
 _ROWS_AT_ONCE = 1 << 14
 
 
 def row_stat(name: str, columns: Stored) -> Stored:
-    """One statistic of stored columns [column, ...]; NaN where nothing was seen."""
+    """One statistic of stored columns [column, ...]; NaN where there is no data."""
     if name in _AS_STORED:
         stored: Stored = columns[_AS_STORED[name]]
         return stored
@@ -40,12 +40,12 @@ def row_stat(name: str, columns: Stored) -> Stored:
 
 @dataclass(frozen=True)
 class Matrix:
-    """One stat of every site, on the steps that have it: `at` says which of the rows' steps these are."""
+    """One stat of all sites; `at` are the indices of its steps among those of the rows."""
 
-    at: Places
+    at: Indices
     values: Stored
     sources: tuple[Source, ...] = ()
-    """For a quantile: which histograms it was taken from."""
+    """For a quantile: the histograms it was computed from."""
 
     @property
     def nbytes(self) -> int:
@@ -53,12 +53,12 @@ class Matrix:
 
 
 def row_matrix(name: str, rows: Rows) -> Matrix:
-    """A stat that every step has."""
+    """A stat that is known for every step."""
     return Matrix(np.arange(len(rows.steps)), row_stat(name, rows.columns))
 
 
 def quantile_matrix(name: str, rows: Rows, histograms: Histograms, known: Matrix | None = None) -> Matrix:
-    """Takes from an earlier matrix of the same run what has not changed since: a running training adds few steps."""
+    """Computes a quantile; values of unchanged histograms are copied from an earlier matrix of the same run."""
     at, which = common(rows, histograms)
     sites = rows.columns.shape[2]
     usable = known is not None and known.values.shape[1] == sites
@@ -74,8 +74,8 @@ def quantile_matrix(name: str, rows: Rows, histograms: Histograms, known: Matrix
     return Matrix(at, values, tuple(sources))
 
 
-def common(rows: Rows, histograms: Histograms) -> tuple[Places, Places]:
-    """Where the steps that have both are among the rows, and among the histograms."""
+def common(rows: Rows, histograms: Histograms) -> tuple[Indices, Indices]:
+    """The indices of steps that have both, among the rows and among the histograms."""
     _, at, which = np.intersect1d(rows.steps, histograms.steps, assume_unique=True, return_indices=True)
     return at, which
 

@@ -1,6 +1,6 @@
-"""Asking TensorBoard's data provider, and nothing else: the two loaders fail in different ways, and both are met here.
+"""Reads tensors from TensorBoard's data provider, and handles the errors of its two loaders.
 
-What is wrong with one tag spoils no other, so tags are read one by one. Nothing here knows what the tensors mean.
+Tags are read one by one, so that a broken one does not affect the others.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from tensorboard.util import tb_logging
 
 from tbhooks.sinks.tensorboard import PLUGIN
 
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
 _EVERYTHING = 2**31 - 1
-# TensorBoard takes at most 256 MiB from its data server in one piece.
-FITS_IN_ONE_ANSWER = 192 << 20
-_BESIDE_A_TENSOR = 100
+# TensorBoard accepts at most 256 MiB from its data server in one message.
+LARGEST_MESSAGE = 192 << 20
+_OVERHEAD_PER_TENSOR = 100
 _TOO_LARGE = "RESOURCE_EXHAUSTED"
-# TensorBoard's Python loader lists a tag a moment before its values are there, and raises KeyError until then.
+# TensorBoard's Python loader lists a tag shortly before its values, and raises KeyError in between.
 _NOT_YET = (KeyError, RuntimeError)
 _TRIES, _PAUSE_S = 4, 0.05
 
 
 class UnavailableError(Exception):
-    """TensorBoard's own reader of the log directory does not answer."""
+    """TensorBoard's own reader of the log directory failed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
-    """A value of a tag."""
+class TagValue:
+    """One value of a tag."""
 
     step: int
     time: float
@@ -44,9 +44,9 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """The values of a tag in the order they were written; thinned if TensorBoard could not hand over all."""
+    """The values of a tag in the order of writing; `thinned` if TensorBoard returned only a sample."""
 
-    values: tuple[Written, ...] = ()
+    values: tuple[TagValue, ...] = ()
     thinned: bool = False
 
 
@@ -54,18 +54,18 @@ Listing = Mapping[str, Mapping[str, Any]]
 
 
 def list_tags(provider: Any, context: Any, experiment: str, run: str | None = None) -> Listing:
-    """What there is of our tensors, by run and tag: descriptions and newest steps."""
+    """Our tags by run, with their metadata and newest steps. Raises UnavailableError if TensorBoard fails."""
     try:
         return _list_all(provider, context, experiment) if run is None else _list(provider, context, experiment, run)
     except PublicError:
         raise
     except Exception as problem:
         why = _grpc_code(problem) or repr(problem)
-        raise UnavailableError(f"TensorBoard cannot list the log directory just now: {why}") from problem
+        raise UnavailableError(f"TensorBoard cannot list the log directory at the moment: {why}") from problem
 
 
 def _list_all(provider: Any, context: Any, experiment: str) -> Listing:
-    """Run by run if all of them are too much for one answer."""
+    """Lists run by run if the whole list is too large for one message."""
     try:
         return _list(provider, context, experiment, None)
     except Exception as problem:
@@ -76,21 +76,21 @@ def _list_all(provider: Any, context: Any, experiment: str) -> Listing:
 
 
 def _list(provider: Any, context: Any, experiment: str, run: str | None) -> Listing:
-    wanted = None if run is None else provider_types.RunTagFilter(runs=[run])
-    listing: Listing | None = _patiently(
-        lambda: provider.list_tensors(context, experiment_id=experiment, plugin_name=PLUGIN, run_tag_filter=wanted)
+    only = None if run is None else provider_types.RunTagFilter(runs=[run])
+    listing: Listing | None = _with_retries(
+        lambda: provider.list_tensors(context, experiment_id=experiment, plugin_name=PLUGIN, run_tag_filter=only)
     )
     return listing or {}
 
 
 class Reader:
-    """Reads tags of one run whole."""
+    """Reads the tags of one run."""
 
     def __init__(self, provider: Any, context: Any, experiment: str, run: str) -> None:
         self._provider, self._context, self._experiment, self._run = provider, context, experiment, run
 
     def tag(self, tag: str) -> Series:
-        """Every value; nothing of a tag that does not read."""
+        """All values of a tag; empty if it cannot be read. Raises UnavailableError if the data server fails."""
         try:
             return self._whole_or_thinned(tag)
         except PublicError:
@@ -98,22 +98,22 @@ class Reader:
         except Exception as problem:
             code = _grpc_code(problem)
             if code is not None:
-                raise UnavailableError(f"TensorBoard's data server does not answer: {code}") from problem
-            tb_logging.get_logger().warning("tbhooks: %r of run %r does not read: %r", tag, self._run, problem)
+                raise UnavailableError(f"TensorBoard's data server does not respond: {code}") from problem
+            tb_logging.get_logger().warning("tbhooks: cannot read %r of run %r: %r", tag, self._run, problem)
             return Series()
 
     def _whole_or_thinned(self, tag: str) -> Series:
         try:
-            return Series(_patiently(lambda: self._read(tag, _EVERYTHING)))
+            return Series(_with_retries(lambda: self._read(tag, _EVERYTHING)))
         except Exception as problem:
             if _grpc_code(problem) != _TOO_LARGE:
                 raise
-        return Series(self._as_much_as_fits(tag), thinned=True)
+        return Series(self._read_sample(tag), thinned=True)
 
-    def _as_much_as_fits(self, tag: str) -> tuple[Written, ...]:
-        """A sample of the steps, the last one always among them, as TensorBoard thins any long series."""
+    def _read_sample(self, tag: str) -> tuple[TagValue, ...]:
+        """As large a sample of the steps as fits, always with the last one."""
         last = self._read(tag, 1)
-        most = FITS_IN_ONE_ANSWER // (max(map(_nbytes, last), default=0) + _BESIDE_A_TENSOR)
+        most = LARGEST_MESSAGE // (max(map(_nbytes, last), default=0) + _OVERHEAD_PER_TENSOR)
         while most > 1:
             try:
                 return self._read(tag, most)
@@ -123,31 +123,35 @@ class Reader:
                 most //= 2
         return last
 
-    def _read(self, tag: str, most: int) -> tuple[Written, ...]:
-        wanted = provider_types.RunTagFilter(runs=[self._run], tags=[tag])
+    def _read(self, tag: str, most: int) -> tuple[TagValue, ...]:
+        only = provider_types.RunTagFilter(runs=[self._run], tags=[tag])
         answer = self._provider.read_tensors(
-            self._context, experiment_id=self._experiment, plugin_name=PLUGIN, downsample=most, run_tag_filter=wanted
+            self._context,
+            experiment_id=self._experiment,
+            plugin_name=PLUGIN,
+            downsample=most,
+            run_tag_filter=only,
         )
         series = answer.get(self._run, {}).get(tag, [])
-        return tuple(Written(int(datum.step), float(datum.wall_time), datum.numpy) for datum in series)
+        return tuple(TagValue(int(datum.step), float(datum.wall_time), datum.numpy) for datum in series)
 
 
-def _patiently(ask: Callable[[], Answer]) -> Answer:
+def _with_retries(read: Callable[[], Result]) -> Result:
     for _ in range(_TRIES - 1):
         try:
-            return ask()
+            return read()
         except _NOT_YET:
             time.sleep(_PAUSE_S)
-    return ask()
+    return read()
 
 
 def _grpc_code(problem: Exception) -> str | None:
-    """The name of a failed call's status; the library itself is there only with TensorBoard's fast loader."""
+    """The status name of a failed gRPC call, else None; grpc is installed only with TensorBoard's fast loader."""
     code = getattr(problem, "code", None)
     return getattr(code(), "name", None) if callable(code) else None
 
 
-def _nbytes(written: Written) -> int:
+def _nbytes(written: TagValue) -> int:
     if written.array.dtype == object:
         return sum(len(item) for item in written.array.reshape(-1) if isinstance(item, bytes))
     return written.array.nbytes

@@ -1,6 +1,6 @@
-"""What the tab's routes answer, as plain values and bytes: pure functions over what the store decoded.
+"""The response bodies of the tab's routes: pure functions over the decoded arrays.
 
-Names leave as they are: it is the page's part to show them as text and nothing else.
+Names are sent unescaped; the page shows them as text only.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from tbhooks.data.frame import Finding, Site
 from tbhooks.data.jsonable import to_jsonable
 from tbhooks.data.stats import BUCKETS, INFS, LOWER, MAX, MIN, NANS, QUANTILES, STATS, UPPER, Counts
-from tbhooks.plugin.arrays import Histograms, Places, Rows, Stored
+from tbhooks.plugin.arrays import Histograms, Indices, Rows, Stored
 from tbhooks.plugin.index import Kind, RunIndex
 from tbhooks.plugin.matrix import Matrix, common, quantile, row_stat
 
@@ -25,7 +25,7 @@ _SEVERITIES = ("error", "warning", "info")
 
 
 def matrix_bytes(names: dict[str, str], sites: Sequence[Site], rows: Rows, matrix: Matrix, after: int | None) -> bytes:
-    """The header's length, the header padded so that the numbers start at a multiple of 8, the numbers."""
+    """The length of the header, the header padded to a multiple of 8 bytes, and the numbers as float32."""
     later = slice(None) if after is None else rows.steps[matrix.at] > after
     at, values = matrix.at[later], matrix.values[later]
     pairs, more = _nonfinite(rows, at, sites)
@@ -38,7 +38,7 @@ def matrix_bytes(names: dict[str, str], sites: Sequence[Site], rows: Rows, matri
     return len(text).to_bytes(4, "little") + text + np.ascontiguousarray(values, dtype="<f4").tobytes()
 
 
-def _nonfinite(rows: Rows, at: Places, sites: Sequence[Site]) -> tuple[list[list[int]], bool]:
+def _nonfinite(rows: Rows, at: Indices, sites: Sequence[Site]) -> tuple[list[list[int]], bool]:
     """Cells whose tensor held NaN or infinity, as [step, site] among these steps, and whether there are more."""
     bad = (rows.columns[NANS] > 0) | (rows.columns[INFS] > 0)
     bad[:, [site.attention_stat is not None for site in sites]] = False  # masks are minus infinity there
@@ -47,12 +47,12 @@ def _nonfinite(rows: Rows, at: Places, sites: Sequence[Site]) -> tuple[list[list
 
 
 def dumps(value: Any) -> bytes:
-    """JSON of plain ASCII, in which what JSON has no number for is a word."""
+    """ASCII JSON; NaN and infinities are strings."""
     return json.dumps(to_jsonable(value), allow_nan=False, separators=(",", ":")).encode()
 
 
 def run_entry(run: RunIndex) -> dict[str, Any]:
-    """What a list of runs says about one."""
+    """The entry of a run in the list of runs."""
     kinds = [
         {
             "kind": kind.name, "sites": len(kind.sites), "histograms": bool(kind.buckets),
@@ -67,7 +67,7 @@ def run_entry(run: RunIndex) -> dict[str, Any]:
 
 
 def distribution(kind: Kind, rows: Rows, histograms: Histograms, position: int, step: int) -> dict[str, Any] | None:
-    """A site's histogram and stats at the steps nearest to the one asked for; None if it was never seen."""
+    """A site's histogram and stats at the steps nearest to the requested one; None if it has no data."""
     seen = np.flatnonzero(rows.seen[:, position])
     if not len(seen):
         return None
@@ -88,7 +88,7 @@ def distribution(kind: Kind, rows: Rows, histograms: Histograms, position: int, 
 
 
 def _nearest(steps: NDArray[np.int64], wanted: int) -> int:
-    """The earlier one of two that are equally near."""
+    """The index of the nearest step; the earlier one on a tie."""
     after = int(np.searchsorted(steps, wanted))
     around = [i for i in (after - 1, after) if 0 <= i < len(steps)]
     return min(around, key=lambda i: abs(int(steps[i]) - wanted))
@@ -98,14 +98,14 @@ def _row_stats(kind: Kind, column: Stored) -> dict[str, float]:
     return {name: float(row_stat(name, column[:, None])[0]) for name in kind.stats if name in STATS}
 
 
-def _seen_with_histogram(rows: Rows, histograms: Histograms, position: int) -> tuple[Places, Places]:
+def _seen_with_histogram(rows: Rows, histograms: Histograms, position: int) -> tuple[Indices, Indices]:
     at, which = common(rows, histograms)
     seen = rows.seen[at, position]
     return at[seen], which[seen]
 
 
 def trimmed(counts: Counts, columns: Stored) -> tuple[list[float], list[list[int]]]:
-    """One set of edges for several histograms of a site, without empty ends and within the exact range of all."""
+    """Common edges for several histograms of a site, without empty ends and within the exact range of all."""
     low, high = columns[MIN], columns[MAX]
     known = np.isfinite(low) & np.isfinite(high) & (low <= high)
     heights = np.where(known[:, None], counts, 0)
@@ -118,9 +118,9 @@ def trimmed(counts: Counts, columns: Stored) -> tuple[list[float], list[list[int
 
 
 def history(kind: Kind, rows: Rows, histograms: Histograms, position: int) -> dict[str, Any]:
-    """Every stat of one site over the steps, its quantiles, and some of its histograms to draw behind each other."""
+    """All stats of one site over the steps, its quantiles, and a sample of its histograms."""
     own, seen = rows.columns[:, :, position], rows.seen[:, position].tolist()
-    told = {name: row_stat(name, own).tolist() for name in kind.stats if name in STATS}
+    series = {name: row_stat(name, own).tolist() for name in kind.stats if name in STATS}
     drawn, which = _seen_with_histogram(rows, histograms, position)
     counts = np.array([histograms.each[i].of_site(position) for i in which], dtype=np.int64).reshape(-1, BUCKETS)
     some = np.unique(np.linspace(0, len(drawn) - 1, min(len(drawn), MOST_RIDGES)).round().astype(np.intp))
@@ -128,7 +128,8 @@ def history(kind: Kind, rows: Rows, histograms: Histograms, position: int) -> di
     return {
         "steps": rows.steps.tolist(),
         "stats": {
-            name: [x if known else None for x, known in zip(series, seen, strict=True)] for name, series in told.items()
+            name: [x if known else None for x, known in zip(values, seen, strict=True)]
+            for name, values in series.items()
         },
         "quantile_steps": rows.steps[drawn].tolist(),
         "quantiles": {name: quantile(name, own[:, drawn], counts).tolist() for name in QUANTILES},
@@ -136,21 +137,21 @@ def history(kind: Kind, rows: Rows, histograms: Histograms, position: int) -> di
     }
 
 
-def findings(told: Sequence[Finding]) -> list[dict[str, Any]]:
-    """Each trouble once, the worst first and then by the step it began; the words are those it was last told in."""
-    troubles: dict[tuple[str, Site | None], list[Finding]] = {}
-    for finding in told:
-        troubles.setdefault((finding.rule, finding.site), []).append(finding)
-    entries = [_trouble(several) for several in troubles.values()]
+def findings(stored: Sequence[Finding]) -> list[dict[str, Any]]:
+    """One entry per rule and site, the most severe first and then by first step, with the newest message."""
+    issues: dict[tuple[str, Site | None], list[Finding]] = {}
+    for finding in stored:
+        issues.setdefault((finding.rule, finding.site), []).append(finding)
+    entries = [_issue(reports) for reports in issues.values()]
     return sorted(entries, key=lambda entry: (_SEVERITIES.index(entry["severity"]), entry["step"]))
 
 
-def _trouble(several: Sequence[Finding]) -> dict[str, Any]:
-    last, steps = several[-1], [finding.step for finding in several]
+def _issue(reports: Sequence[Finding]) -> dict[str, Any]:
+    last, steps = reports[-1], [finding.step for finding in reports]
     site = last.site
     return {
-        "step": min(steps), "last_step": max(steps), "times": len(several), "rule": last.rule,
-        "severity": min((finding.severity for finding in several), key=_SEVERITIES.index),
+        "step": min(steps), "last_step": max(steps), "times": len(reports), "rule": last.rule,
+        "severity": min((finding.severity for finding in reports), key=_SEVERITIES.index),
         "message": last.message, "evidence": dict(last.evidence),
         "site": None if site is None else {
             "path": site.path, "kind": site.kind, "index": site.index, "name": site.name,

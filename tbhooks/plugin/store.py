@@ -1,7 +1,7 @@
-"""Frame tensors of a run, out of TensorBoard's data provider and nowhere else, decoded once and kept while they fit.
+"""The frame tensors of a run, read from TensorBoard's data provider, decoded once and cached.
 
-The provider knows no ranges: a tag is read whole or not at all. So it is read only when it has something new, and
-every stat is then taken from the same arrays. A value that is not what its tag announced is left out.
+The provider has no range queries, so a tag is read whole, and only if it has new values. Every stat is then computed
+from the same arrays. A value that does not match the metadata of its tag is left out.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from numpy.typing import NDArray
 from tbhooks.data.frame import Finding
 from tbhooks.data.jsonable import to_jsonable
 from tbhooks.data.stats import COUNT, INFS, NANS, ZEROS
-from tbhooks.plugin import index as catalogue
-from tbhooks.plugin.arrays import Histogram, Histograms, Places, Rows, Source, Stored, Told
+from tbhooks.plugin.arrays import Histogram, Histograms, Indices, Rows, Source, Stored, StoredFindings
 from tbhooks.plugin.cache import Cache
 from tbhooks.plugin.index import Kind, RunIndex, Tag
+from tbhooks.plugin.index import read as read_index
 from tbhooks.plugin.matrix import Matrix, quantile_matrix
-from tbhooks.plugin.provider import Reader, Written, list_tags
+from tbhooks.plugin.provider import Reader, TagValue, list_tags
 from tbhooks.runs.stored_frames import PackedCounts
 from tbhooks.sinks.tensorboard import STORED_COLUMNS
 from tbhooks.sinks.tensorboard import findings as finding_codec
 
 BUDGET = 512 << 20
 LARGEST = 4 << 30
-"""More bytes than this are not decoded: no honest run has them, and asking for them would end TensorBoard."""
+"""The most bytes that are decoded: no real run has more, and they could exhaust TensorBoard's memory."""
 _MUST_BE_COUNTS = (COUNT, ZEROS, NANS, INFS)
 
 
@@ -37,22 +37,22 @@ class TooLargeError(Exception):
 
 
 class Store:
-    """What the log directory of one TensorBoard holds of ours."""
+    """Our data in the log directory of one TensorBoard."""
 
     def __init__(self, provider: Any, budget: int = BUDGET) -> None:
         self._provider = provider
         self.cache = Cache(budget)
 
     def runs(self, context: Any, experiment: str, run: str | None = None) -> dict[str, RunIndex]:
-        """Every run that holds anything of ours, or only the one that is asked for; no tensor is read."""
-        return catalogue.read(list_tags(self._provider, context, experiment, run))
+        """The index of all runs with our data, or of one run; no tensor is read."""
+        return read_index(list_tags(self._provider, context, experiment, run))
 
     def run(self, context: Any, experiment: str, index: RunIndex) -> StoredRun:
         return StoredRun(Reader(self._provider, context, experiment, index.name), self.cache, experiment, index)
 
 
 class StoredRun:
-    """The numbers of one run, as new as its index is."""
+    """The numbers of one run, as of its index."""
 
     def __init__(self, reader: Reader, cache: Cache, experiment: str, index: RunIndex) -> None:
         self._reader, self._cache = reader, cache
@@ -67,7 +67,7 @@ class StoredRun:
         return self._cache.get(key, version, lambda known: _histograms(self._reader, kind, known))
 
     def quantiles(self, kind: Kind, stat: str) -> Matrix:
-        """They take a while, so they are kept as well."""
+        """One quantile of all sites; cached, because it takes a while to compute."""
         rows, histograms = self.rows(kind), self.histograms(kind)
         key, version = (stat, kind.name, *self._key), (_version(kind.rows), _version(kind.buckets))
         return self._cache.get(key, version, lambda known: quantile_matrix(stat, rows, histograms, known))
@@ -77,53 +77,53 @@ class StoredRun:
         if tag is None:
             return ()
         key = ("findings", *self._key)
-        return self._cache.get(key, _version((tag,)), lambda _: _told(self._reader, tag)).findings
+        return self._cache.get(key, _version((tag,)), lambda _: _findings(self._reader, tag)).findings
 
 
 def _version(tags: tuple[Tag, ...]) -> Hashable:
     return tuple((tag.name, tag.last_step, tag.last_time, len(tag.sites)) for tag in tags)
 
 
-def _latest(series: Iterable[Written]) -> list[Written]:
-    """By step; a step that was written again, as after a restart, is what it was the last time."""
+def _latest(series: Iterable[TagValue]) -> list[TagValue]:
+    """Sorted by step; of a step that was written again, as after a restart, the last value."""
     by_step = {written.step: written for written in series}
     return [by_step[step] for step in sorted(by_step)]
 
 
 @dataclass(frozen=True, slots=True)
 class _Merged:
-    """The values of all generations of a tag by step, each with the places of its sites among those of the kind."""
+    """The values of all generations of a tag by step, each with the indices of its sites among those of the kind."""
 
-    values: list[tuple[Written, Places]]
+    values: list[tuple[TagValue, Indices]]
     thinned: bool
 
 
-def _merged(read: Reader, kind: Kind, tags: tuple[Tag, ...], fits: Callable[[Written, int], bool]) -> _Merged:
-    """A restart starts again with the first generation, so a step may be in several: the one written last counts."""
-    chosen: dict[int, tuple[Written, Places]] = {}
+def _merged(read: Reader, kind: Kind, tags: tuple[Tag, ...], fits: Callable[[TagValue, int], bool]) -> _Merged:
+    """Merges the generations of a tag. After a restart a step may be in several; the value written last is used."""
+    chosen: dict[int, tuple[TagValue, Indices]] = {}
     thinned = False
     for tag in tags:
-        places = np.array([kind.position.get((site.path, site.index), -1) for site in tag.sites], dtype=np.intp)
-        if (places < 0).any():  # histograms of sites that have no rows
+        indices = np.array([kind.position.get((site.path, site.index), -1) for site in tag.sites], dtype=np.intp)
+        if (indices < 0).any():  # histograms of sites that have no rows
             continue
         series = read.tag(tag.name)
         thinned |= series.thinned
         for written in _latest(series.values):
             known = chosen.get(written.step)
-            if fits(written, len(places)) and (known is None or written.time >= known[0].time):
-                chosen[written.step] = written, places
+            if fits(written, len(indices)) and (known is None or written.time >= known[0].time):
+                chosen[written.step] = written, indices
     return _Merged([chosen[step] for step in sorted(chosen)], thinned)
 
 
-def _are_rows(written: Written, sites: int) -> bool:
+def _are_rows(written: TagValue, sites: int) -> bool:
     return written.array.dtype == np.float32 and written.array.shape == (sites, len(STORED_COLUMNS))
 
 
-def _is_string(written: Written, _sites: int) -> bool:
+def _is_string(written: TagValue, _sites: int) -> bool:
     return _bytes(written) is not None
 
 
-def _bytes(written: Written) -> bytes | None:
+def _bytes(written: TagValue) -> bytes | None:
     """The one string that a tensor of ours holds."""
     content = written.array.reshape(-1)[0] if written.array.size == 1 else None
     return content if isinstance(content, bytes) else None
@@ -133,10 +133,10 @@ def _rows(read: Reader, kind: Kind) -> Rows:
     merged = _merged(read, kind, kind.rows, _are_rows)
     shape = (len(STORED_COLUMNS), len(merged.values), len(kind.sites))
     if 4 * int(np.prod(shape, dtype=object)) > LARGEST:
-        raise TooLargeError(f"{shape[1]} steps of {shape[2]} sites are more than the {LARGEST >> 30} GiB that are read")
+        raise TooLargeError(f"{shape[1]} steps of {shape[2]} sites exceed the limit of {LARGEST >> 30} GiB")
     columns = np.full(shape, np.nan, dtype=np.float32)
-    for i, (written, places) in enumerate(merged.values):
-        columns[:, i, places] = written.array.T
+    for i, (written, indices) in enumerate(merged.values):
+        columns[:, i, indices] = written.array.T
     seen = _seen(columns)
     columns[:, ~seen] = np.nan
     steps = np.array([written.step for written, _ in merged.values], dtype=np.int64)
@@ -145,7 +145,7 @@ def _rows(read: Reader, kind: Kind) -> Rows:
 
 
 def _seen(columns: Stored) -> NDArray[np.bool_]:
-    """As `runs.stored.seen_in`, for many steps: a count that is none is nothing anybody wrote."""
+    """Where there is data, as `seen_in` of stored frames, for many steps; a row with an invalid count is none."""
     seen: NDArray[np.bool_] = columns[COUNT] > 0
     for column in _MUST_BE_COUNTS:
         seen &= np.isfinite(columns[column]) & (columns[column] >= 0)
@@ -155,36 +155,36 @@ def _seen(columns: Stored) -> NDArray[np.bool_]:
 def _histograms(read: Reader, kind: Kind, known: Histograms | None) -> Histograms:
     unpacked = {} if known is None else {one.source: one for one in known.each}
     each = []
-    for written, places in _merged(read, kind, kind.buckets, _is_string).values:
+    for written, indices in _merged(read, kind, kind.buckets, _is_string).values:
         content = _bytes(written) or b""
         source = written.step, written.time, hash(content)
         one = unpacked.get(source)
-        if one is None or not np.array_equal(one.where, places):
-            one = _unpack(source, content, places)
+        if one is None or not np.array_equal(one.where, indices):
+            one = _unpack(source, content, indices)
         each += [] if one is None else [one]
     return Histograms(np.array([one.source[0] for one in each], dtype=np.int64), tuple(each))
 
 
-def _unpack(source: Source, content: bytes, places: Places) -> Histogram | None:
+def _unpack(source: Source, content: bytes, indices: Indices) -> Histogram | None:
     try:
-        return Histogram.of(source, PackedCounts(content, len(places)).unpack(), places)
+        return Histogram.of(source, PackedCounts(content, len(indices)).unpack(), indices)
     except ValueError:
         return None
 
 
-def _told(read: Reader, tag: Tag) -> Told:
-    told: list[Finding] = []
+def _findings(read: Reader, tag: Tag) -> StoredFindings:
+    findings: list[Finding] = []
     for written in _latest(read.tag(tag.name).values):
         content = _bytes(written)
         try:
-            told += () if content is None else _tellable(finding_codec.decode(content))
+            findings += () if content is None else _checked(finding_codec.decode(content))
         except (ValueError, RecursionError):
             continue
-    return Told(tuple(told))
+    return StoredFindings(tuple(findings))
 
 
-def _tellable(findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
-    """Raises for evidence that reads, but is nested too deep to be written again."""
+def _checked(findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
+    """Raises RecursionError for evidence that is nested too deep for a JSON response."""
     for finding in findings:
         to_jsonable(finding.evidence)
     return findings

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from tbhooks.data import findings, grids, stats
 from tbhooks.data.findings import SEVERITIES
-from tbhooks.data.frame import ROOT, Finding, Frame, Site
+from tbhooks.data.frame import EVALUATION, ROOT, Finding, Frame, Site
 from tbhooks.data.grids import Grid
 from tbhooks.data.jsonable import to_jsonable
 from tbhooks.runs.run import Run
@@ -38,16 +38,23 @@ def own_scalars(run: Run) -> dict[str, Series]:
 
 
 def _returned_losses(run: Run) -> dict[str, Series]:
-    """The output `loss` of the whole model (as in transformers), averaged over the forwards of a step."""
-    found: dict[str, Series] = {}
-    for frames, kind, tag in ((run.training, "activation", RETURNED_LOSS), (run.evaluations, "eval.activation", "")):
-        name = Site(ROOT, kind, "[loss]").name
-        seen = [(frame.step, float(frame[name, kind].mean)) for frame in frames if (name, kind) in frame]
-        if seen:
-            steps, values = zip(*seen, strict=True)
-            made = Series(np.array(steps, dtype=np.int64), np.array(values, dtype=np.float64))
-            found[tag or f"{RETURNED_LOSS} in evaluation"] = made
-    return found
+    training, evaluation = returned_loss(run.training), returned_loss(run.evaluations)
+    both = {RETURNED_LOSS: training, f"{RETURNED_LOSS} in evaluation": evaluation}
+    return {tag: series for tag, series in both.items() if series is not None}
+
+
+def returned_loss(frames: Sequence[Frame]) -> Series | None:
+    """The output `loss` of the whole model (as in transformers), averaged over the forwards of a step; None if none.
+
+    The frames are all of training, or all of evaluations.
+    """
+    kind = EVALUATION * bool(frames and frames[0].is_evaluation) + "activation"
+    name = Site(ROOT, kind, "[loss]").name
+    points = [(frame.step, float(frame[name, kind].mean)) for frame in frames if (name, kind) in frame]
+    if not points:
+        return None
+    steps, values = zip(*points, strict=True)
+    return Series(np.array(steps, dtype=np.int64), np.array(values, dtype=np.float64))
 
 
 def by_severity(run: Run) -> list[Finding]:

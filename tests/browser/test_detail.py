@@ -25,7 +25,7 @@ CHROMIUM = Path("/usr/bin/chromium")
 pytestmark = pytest.mark.skipif(not CHROMIUM.exists(), reason=f"no browser at {CHROMIUM}")
 
 STATIC = Path(tbhooks.__file__).parent / "plugin" / "static"
-OWN = sorted([*STATIC.glob("detail*"), STATIC / "axes.js", STATIC / "charts.js", STATIC / "ridges.js"])
+OWN = sorted((STATIC / "detail").iterdir())
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
 TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html"}
 
@@ -38,7 +38,7 @@ body { margin: 0; font-family: sans-serif; }
 </style><div id="box"></div><script type="module" src="page.js"></script>"""
 
 # Answers are keyed by route and path. A path in `held` answers only when the test lets it, in the test's order.
-SCRIPT = """import { createDetail } from "./detail.js";
+SCRIPT = """import { createDetail } from "./detail/panel.js";
 window.answers = {};
 window.held = {};
 window.asked = [];

@@ -18,7 +18,7 @@ STATIC = "/data/plugin/tbhooks/"
 def page(browser: Any, board: Board) -> Iterator[Any]:
     """A page of the server's own that runs nothing: modules are imported into it."""
     opened = browser.new_context().new_page()
-    opened.goto(board.address + STATIC + "style.css")
+    opened.goto(board.address + STATIC + "core/style.css")
     yield opened
     opened.context.close()
 
@@ -40,8 +40,8 @@ def sites(*names: str) -> list[dict[str, str]]:
 def test_kinds_of_single_channels_are_called_so(page: Any) -> None:
     words = '["weight_gradient", "eval.activation", "channel.activation"].map(m.kindWords)'
     wanted = ["weight gradient", "activation (evaluation)", "activation by channel"]
-    assert run(page, "runs.js", words) == wanted
-    answer = run(page, "detail-cells.js", 'm.kindOf("channel.weight")')
+    assert run(page, "core/runs.js", words) == wanted
+    answer = run(page, "detail/cells.js", 'm.kindOf("channel.weight")')
     assert answer == {"base": "weight", "words": "weights by channel", "headline": "norm"}
 
 
@@ -52,35 +52,40 @@ LABELS = "m.visibleRows(m.buildTree(given), depth, new Set(toggled)).map((row) =
 
 
 def test_rows_stand_in_execution_order_below_their_modules(page: Any) -> None:
-    rows = run(page, "tree.js", LABELS, given=sites("b.x", "b.y", "b", "a"), depth=9, toggled=[])
+    rows = run(page, "map/tree.js", LABELS, given=sites("b.x", "b.y", "b", "a"), depth=9, toggled=[])
     assert rows == [[0, "b", True], [1, "x", False], [1, "y", False], [0, "a", False]]
 
 
 def test_gradients_stand_in_the_order_of_the_forward_pass(page: Any) -> None:
     in_order = "m.inOrderOf(forward, backward).map((site) => site.name)"
     backward = sites("(root)", "late", "head", "b", "a")
-    assert run(page, "matrix.js", in_order, forward=sites("a", "b", "head", "(root)"), backward=backward) == [
+    assert run(page, "map/matrix.js", in_order, forward=sites("a", "b", "head", "(root)"), backward=backward) == [
         "a", "b", "head", "(root)", "late",
     ]  # fmt: skip
-    assert run(page, "matrix.js", in_order, forward=[], backward=backward) == [site["name"] for site in backward]
+    assert run(page, "map/matrix.js", in_order, forward=[], backward=backward) == [site["name"] for site in backward]
 
 
 def test_a_group_that_holds_only_a_group_is_one_row(page: Any) -> None:
-    rows = run(page, "tree.js", LABELS, given=sites("a.b.c.x", "a.b.c.y"), depth=9, toggled=[])
+    rows = run(page, "map/tree.js", LABELS, given=sites("a.b.c.x", "a.b.c.y"), depth=9, toggled=[])
     assert rows == [[0, "a.b.c", True], [1, "x", False], [1, "y", False]]
 
 
 def test_outputs_of_one_module_stand_below_it(page: Any) -> None:
     given = [{"path": "lstm", "index": f"[{i}]", "name": f"lstm[{i}]"} for i in range(2)]
-    rows = run(page, "tree.js", LABELS, given=given, depth=9, toggled=[])
+    rows = run(page, "map/tree.js", LABELS, given=given, depth=9, toggled=[])
     assert rows == [[0, "lstm", True], [1, "[0]", False], [1, "[1]", False]]
 
 
 def test_depth_closes_and_a_toggle_wins_over_it(page: Any) -> None:
     given = sites("a.b.x", "a.b.y", "a.c", "d")
-    assert [row[1] for row in run(page, "tree.js", LABELS, given=given, depth=1, toggled=[])] == ["a", "d"]
-    assert [row[1] for row in run(page, "tree.js", LABELS, given=given, depth=1, toggled=["a"])] == ["a", "b", "c", "d"]
-    assert [row[1] for row in run(page, "tree.js", LABELS, given=given, depth=9, toggled=["a.b"])] == [
+    assert [row[1] for row in run(page, "map/tree.js", LABELS, given=given, depth=1, toggled=[])] == ["a", "d"]
+    assert [row[1] for row in run(page, "map/tree.js", LABELS, given=given, depth=1, toggled=["a"])] == [
+        "a",
+        "b",
+        "c",
+        "d",
+    ]
+    assert [row[1] for row in run(page, "map/tree.js", LABELS, given=given, depth=9, toggled=["a.b"])] == [
         "a",
         "b",
         "c",
@@ -90,10 +95,12 @@ def test_depth_closes_and_a_toggle_wins_over_it(page: Any) -> None:
 
 def test_a_hidden_module_is_revealed_or_shown_by_its_closed_group(page: Any) -> None:
     given = sites("a.b.x", "a.b.y", "a.c", "d")
-    opened = run(page, "tree.js", f"[...m.revealing({TREE}, 'a.b.x', 1, new Set())]", given=given)
+    opened = run(page, "map/tree.js", f"[...m.revealing({TREE}, 'a.b.x', 1, new Set())]", given=given)
     assert opened == ["a", "a.b"]
     shown = run(
-        page, "tree.js", "((root) => m.rowFinder(root, m.visibleRows(root, 2, new Set()))(site))(m.buildTree(given))",
+        page,
+        "map/tree.js",
+        "((root) => m.rowFinder(root, m.visibleRows(root, 2, new Set()))(site))(m.buildTree(given))",
         given=given, site=given[0],
     )  # fmt: skip
     assert shown == 1
@@ -105,13 +112,13 @@ def test_a_hidden_module_is_revealed_or_shown_by_its_closed_group(page: Any) -> 
 )
 def test_search_takes_text_in_any_case_or_a_regular_expression(page: Any, text: str, found: list[str]) -> None:
     given = sites("a.b.x", "a.b.y", "a.c", "d")
-    answer = run(page, "tree.js", f"m.foundRows({TREE}, text)", given=given, text=text)
+    answer = run(page, "map/tree.js", f"m.matchingRows({TREE}, text)", given=given, text=text)
     assert [row["label"] for row in answer["rows"]] == found
     assert answer["error"] is None
 
 
 def test_a_wrong_regular_expression_hides_nothing(page: Any) -> None:
-    answer = run(page, "tree.js", f"m.foundRows({TREE}, '/(/')", given=sites("a", "b"))
+    answer = run(page, "map/tree.js", f"m.matchingRows({TREE}, '/(/')", given=sites("a", "b"))
     assert len(answer["rows"]) == 2
     assert "group" in answer["error"]
 
@@ -120,10 +127,10 @@ def test_a_wrong_regular_expression_hides_nothing(page: Any) -> None:
 
 
 def test_cells_meet_halfway_and_gaps_stay_gaps(page: Any) -> None:
-    edges = run(page, "matrix.js", "[...m.cellEdges(steps)]", steps=[0, 10, 20, 40, 400, 410])
+    edges = run(page, "map/matrix.js", "[...m.cellEdges(steps)]", steps=[0, 10, 20, 40, 400, 410])
     assert edges == [-5, 5, 5, 15, 15, 30, 30, 60, 390, 405, 405, 415]
-    assert run(page, "matrix.js", "[...m.cellEdges([7])]") == [6.5, 7.5]
-    assert run(page, "matrix.js", "[...m.cellEdges([])]") == []
+    assert run(page, "map/matrix.js", "[...m.cellEdges([7])]") == [6.5, 7.5]
+    assert run(page, "map/matrix.js", "[...m.cellEdges([])]") == []
 
 
 def test_answers_are_appended_and_steps_known_already_are_not_doubled(page: Any) -> None:
@@ -137,7 +144,7 @@ def test_answers_are_appended_and_steps_known_already_are_not_doubled(page: Any)
       const [a, b] = matrix.rows;
       return [matrix.steps, [...a.values.slice(0, 3)], [...b.values.slice(0, 3)], a.bad, [...b.bad.slice(0, 3)]];
     })()"""
-    assert run(page, "matrix.js", given) == [[1, 2, 3], [1, 2, 3], [-1, -2, -3], None, [0, 0, 1]]
+    assert run(page, "map/matrix.js", given) == [[1, 2, 3], [1, 2, 3], [-1, -2, -3], None, [0, 0, 1]]
 
 
 def test_the_median_of_a_group_is_that_of_what_was_seen(page: Any) -> None:
@@ -146,7 +153,7 @@ def test_the_median_of_a_group_is_that_of_what_was_seen(page: Any) -> None:
     data[:, 5] = np.nan
     expression = "m.medianRow(rows.map((row) => ({ values: Float32Array.from(row, (v) => v ?? NaN), bad: null })), 7)"
     rows = [[None if math.isnan(v) else float(v) for v in row] for row in data]
-    answer = run(page, "matrix.js", f"[...({expression}).values].map((v) => Number.isNaN(v) ? null : v)", rows=rows)
+    answer = run(page, "map/matrix.js", f"[...({expression}).values].map((v) => Number.isNaN(v) ? null : v)", rows=rows)
     assert answer[5] is None
     seen = [i for i in range(7) if i != 5]
     assert [answer[i] for i in seen] == pytest.approx(np.nanmedian(data.astype(np.float64)[:, seen], axis=0), rel=1e-6)
@@ -159,7 +166,7 @@ def test_a_ratio_to_nothing_is_more_than_any_number_but_not_an_illness(page: Any
       const { values, bad } = m.differenceRow(row([1, 0, 0, 2]), row([4, 3, 0, Infinity]), pairs, true);
       return [[...values].map((v) => v === m.FROM_ZERO ? "from zero" : v), [...bad]];
     })()"""
-    values, bad = run(page, "matrix.js", expression)
+    values, bad = run(page, "map/matrix.js", expression)
     assert values[:3] == [4, "from zero", 1]
     assert bad == [0, 0, 0, 1]
 
@@ -169,7 +176,7 @@ def test_a_ratio_to_nothing_is_more_than_any_number_but_not_an_illness(page: Any
 
 def test_quantiles_are_those_of_numpy(page: Any) -> None:
     data = np.sort(np.random.default_rng(1).normal(size=101))
-    answer = run(page, "colour.js", "[0, 0.01, 0.5, 0.99, 1].map((q) => m.quantile(data, q))", data=data.tolist())
+    answer = run(page, "map/colour.js", "[0, 0.01, 0.5, 0.99, 1].map((q) => m.quantile(data, q))", data=data.tolist())
     assert answer == pytest.approx(np.quantile(data, [0, 0.01, 0.5, 0.99, 1]))
 
 
@@ -181,9 +188,9 @@ SCALE = "m.makeScale(Float64Array.from(data), { log, full })"
 )
 def test_values_stand_where_the_scale_says(page: Any, log: bool, value: float, place: float) -> None:
     data = [1e-3, 1e-2, 0.1, 1.0] if log else [1e-3, 10.0]
-    assert run(page, "colour.js", f"{SCALE}.place(value)", data=data, log=log, full=True, value=value) == pytest.approx(
-        place, abs=1e-3
-    )
+    assert run(
+        page, "map/colour.js", f"{SCALE}.place(value)", data=data, log=log, full=True, value=value
+    ) == pytest.approx(place, abs=1e-3)
 
 
 @pytest.mark.parametrize("log", [True, False])
@@ -191,7 +198,7 @@ def test_signed_numbers_diverge_around_zero(page: Any, log: bool) -> None:
     data = np.sort(np.random.default_rng(2).normal(size=1000)).tolist()
     answer = run(
         page,
-        "colour.js",
+        "map/colour.js",
         f"((s) => [s.diverging, s.place(0), s.place(-1) + s.place(1), s.place(0.5) > 0.5])({SCALE})",
         data=data,
         log=log,
@@ -202,8 +209,8 @@ def test_signed_numbers_diverge_around_zero(page: Any, log: bool) -> None:
 
 def test_the_robust_range_is_not_moved_by_an_outlier(page: Any) -> None:
     data = [*np.linspace(1, 2, 999).tolist(), 1e30]
-    assert run(page, "colour.js", f"{SCALE}.to", data=data, log=False, full=False) < 2.1
-    assert run(page, "colour.js", f"{SCALE}.to", data=data, log=False, full=True) == 1e30
+    assert run(page, "map/colour.js", f"{SCALE}.to", data=data, log=False, full=False) < 2.1
+    assert run(page, "map/colour.js", f"{SCALE}.to", data=data, log=False, full=True) == 1e30
 
 
 @pytest.mark.parametrize("data", [[], [0.0], [0.0, 0.0], [3.0, 3.0], [-1.0], [1e-45], [3.4e38]])
@@ -211,7 +218,7 @@ def test_the_robust_range_is_not_moved_by_an_outlier(page: Any) -> None:
 def test_scales_exist_for_odd_data(page: Any, data: list[float], log: bool) -> None:
     answer = run(
         page,
-        "colour.js",
+        "map/colour.js",
         f"((s) => [s.from < s.to, ...data.map(s.place), ...m.legendTicks(s).map((t) => t.at)])({SCALE})",
         data=data,
         log=log,
@@ -227,14 +234,14 @@ def test_codes_keep_unseen_and_not_finite_apart_from_all_values(page: Any) -> No
       const row = { values: Float32Array.of(1, 3, NaN, Infinity, -1e9, 2), bad: Uint8Array.of(0, 0, 0, 0, 0, 1) };
       return [...m.codesOf(row, 6, scale)];
     })()"""
-    assert run(page, "colour.js", expression) == [2, 255, 0, 1, 2, 1]
+    assert run(page, "map/colour.js", expression) == [2, 255, 0, 1, 2, 1]
 
 
 @pytest.mark.parametrize("dark", [True, False])
 @pytest.mark.parametrize("diverging", [True, False])
 def test_no_value_has_the_colour_of_what_is_not_finite(page: Any, diverging: bool, dark: bool) -> None:
     table = np.array(
-        run(page, "colour.js", "[...m.palette(diverging, dark)]", diverging=diverging, dark=dark), dtype=np.uint32
+        run(page, "map/colour.js", "[...m.palette(diverging, dark)]", diverging=diverging, dark=dark), dtype=np.uint32
     )
     channels = np.stack([table & 255, table >> 8 & 255, table >> 16 & 255], axis=1).astype(int)
     assert np.abs(channels[2:] - channels[1]).sum(axis=1).min() > 90
@@ -256,7 +263,7 @@ CONDENSED = """(() => {
 
 def condensed(page: Any, codes: list[int], width: int) -> tuple[list[int], list[int]]:
     edges = [edge for i in range(len(codes)) for edge in (i, i + 1)]
-    out, chosen = run(page, "cells.js", CONDENSED, codes=codes, edges=edges, width=width)
+    out, chosen = run(page, "map/cells.js", CONDENSED, codes=codes, edges=edges, width=width)
     return out, chosen
 
 
@@ -286,24 +293,24 @@ def test_rows_thinner_than_a_pixel_keep_what_is_not_finite(page: Any) -> None:
       m.paintCells(pixels, { ...size, top: (row) => Math.floor(row / 10), codes, columns, table });
       return [...pixels.keys()].filter((i) => pixels[i] !== 50).map((i) => Math.floor(i / 4));
     })()"""
-    assert set(run(page, "cells.js", expression)) == {3}
+    assert set(run(page, "map/cells.js", expression)) == {3}
 
 
 # --- view.js ---
 
 
 def test_zooming_keeps_the_step_under_the_mouse_and_stays_inside(page: Any) -> None:
-    low, high = run(page, "view.js", "m.zoomed(null, [0, 100], 2, 25, 1)")
+    low, high = run(page, "map/view.js", "m.zoomed(null, [0, 100], 2, 25, 1)")
     assert (high - low, (25 - low) / (high - low)) == pytest.approx((50, 0.25))
-    assert run(page, "view.js", "m.zoomed([0, 50], [0, 100], 0.1, 25, 1)") is None
-    assert run(page, "view.js", "m.zoomed([40, 44], [0, 100], 100, 42, 4)") == pytest.approx([40, 44])
-    assert run(page, "view.js", "m.panned([0, 50], [0, 100], 500, 1)") == [50, 100]
+    assert run(page, "map/view.js", "m.zoomed([0, 50], [0, 100], 0.1, 25, 1)") is None
+    assert run(page, "map/view.js", "m.zoomed([40, 44], [0, 100], 100, 42, 4)") == pytest.approx([40, 44])
+    assert run(page, "map/view.js", "m.panned([0, 50], [0, 100], 500, 1)") == [50, 100]
 
 
 def test_who_looks_at_the_end_stays_there_and_who_does_not_stays_put(page: Any) -> None:
-    assert run(page, "view.js", "m.followed([80, 100], [0, 100], [0, 130])") == [110, 130]
-    assert run(page, "view.js", "m.followed([10, 30], [0, 100], [0, 130])") == [10, 30]
-    assert run(page, "view.js", "m.followed(null, [0, 100], [0, 130])") is None
+    assert run(page, "map/view.js", "m.afterNewSteps([80, 100], [0, 100], [0, 130])") == [110, 130]
+    assert run(page, "map/view.js", "m.afterNewSteps([10, 30], [0, 100], [0, 130])") == [10, 30]
+    assert run(page, "map/view.js", "m.afterNewSteps(null, [0, 100], [0, 130])") is None
 
 
 # --- state.js ---
@@ -312,10 +319,10 @@ def test_who_looks_at_the_end_stays_there_and_who_does_not_stays_put(page: Any) 
 def test_a_state_survives_the_address_and_other_peoples_parts_stay(page: Any) -> None:
     wish = {"run": "a&b=c/é #1", "picks": [["x.y", "[0]"]], "from": 1.5, "to": 20, "depth": 2, "search": "/a+/"}
     before = "#scalars&tagFilter=x&p.other.k=v&p.tbhooks.run=old"
-    state = run(page, "state.js", "({ ...m.initialState(), ...wish })", wish=wish)
-    address = run(page, "state.js", "m.hashWith(before, state)", before=before, state=state)
+    state = run(page, "core/state.js", "({ ...m.initialState(), ...wish })", wish=wish)
+    address = run(page, "core/state.js", "m.hashWith(before, state)", before=before, state=state)
     assert address.startswith("#tbhooks&tagFilter=x&p.other.k=v&p.tbhooks.run=a%26b%3Dc")
-    assert run(page, "state.js", "m.stateFrom(address)", address=address) == state
+    assert run(page, "core/state.js", "m.stateFrom(address)", address=address) == state
 
 
 @pytest.mark.parametrize(
@@ -327,11 +334,13 @@ def test_a_state_survives_the_address_and_other_peoples_parts_stay(page: Any) ->
     ],
 )
 def test_a_broken_address_is_read_as_the_default(page: Any, address: str) -> None:
-    assert run(page, "state.js", "m.stateFrom(address)", address=address) == run(page, "state.js", "m.initialState()")
+    assert run(page, "core/state.js", "m.stateFrom(address)", address=address) == run(
+        page, "core/state.js", "m.initialState()"
+    )
 
 
 def test_an_address_without_us_says_nothing(page: Any) -> None:
-    assert run(page, "state.js", "m.stateFrom('#scalars&tagFilter=x')") is None
+    assert run(page, "core/state.js", "m.stateFrom('#scalars&tagFilter=x')") is None
 
 
 # --- save.js ---
@@ -341,9 +350,9 @@ def test_numbers_are_written_as_the_shortest_text_that_reads_back_the_same(page:
     data = np.random.default_rng(3).normal(size=500).astype(np.float32) * np.float32(10) ** np.arange(-30, 30).repeat(
         9
     )[:500].astype(np.float32)
-    answer = run(page, "save.js", "data.map((v) => m.shortest(Math.fround(v)))", data=[float(v) for v in data])
+    answer = run(page, "map/save.js", "data.map((v) => m.shortest(Math.fround(v)))", data=[float(v) for v in data])
     assert np.array_equal(np.array(answer, dtype=np.float64).astype(np.float32), data)
-    assert run(page, "save.js", "[0.1, 1, NaN, Infinity].map((v) => m.shortest(Math.fround(v)))") == [
+    assert run(page, "map/save.js", "[0.1, 1, NaN, Infinity].map((v) => m.shortest(Math.fround(v)))") == [
         "0.1",
         "1",
         "",
@@ -355,7 +364,7 @@ def test_numbers_are_written_as_the_shortest_text_that_reads_back_the_same(page:
     ("text", "field"), [("a.b", "a.b"), ('say "x", y', '"say ""x"", y"'), ("=1+1", "'=1+1"), ("@x", "'@x")]
 )
 def test_names_are_fields_and_never_formulas(page: Any, text: str, field: str) -> None:
-    assert run(page, "save.js", "m.field(text)", text=text) == field
+    assert run(page, "map/save.js", "m.field(text)", text=text) == field
 
 
 # --- All together ---
@@ -363,8 +372,8 @@ def test_names_are_fields_and_never_formulas(page: Any, text: str, field: str) -
 DRAWING = """async ([base]) => {
   const load = (name) => import(base + name);
   const [{ createMatrix, append }, { createModel }, { createHeatmap }, { initialState }] = await Promise.all(
-    ["matrix.js", "model.js", "heatmap.js", "state.js"].map(load));
-  const link = Object.assign(document.createElement("link"), { rel: "stylesheet", href: base + "style.css" });
+    ["map/matrix.js", "core/model.js", "map/heatmap.js", "core/state.js"].map(load));
+  const link = Object.assign(document.createElement("link"), { rel: "stylesheet", href: base + "core/style.css" });
   const box = Object.assign(document.createElement("div"), { style: "position: fixed; inset: 0; background: white" });
   await new Promise((done) => { link.onload = done; document.head.append(link); document.body.append(box); });
   const paths = Array.from({ length: 1000 }, (_, i) => `layers.${i >> 3}.part${i & 7}`);
@@ -400,7 +409,7 @@ DRAWING = """async ([base]) => {
 def test_a_thousand_modules_of_two_thousand_steps_are_drawn_in_time(
     pages: Pages, record_testsuite_property: Any
 ) -> None:
-    page = pages.open(STATIC + "style.css", device_scale_factor=2)
+    page = pages.open(STATIC + "core/style.css", device_scale_factor=2)
     times = page.evaluate(DRAWING, [STATIC])
     for name, milliseconds in times.items():
         record_testsuite_property(f"tab {name}", milliseconds)

@@ -55,7 +55,7 @@ def test_hovering_a_cell_tells_module_step_and_value(pages: Pages) -> None:
 
 def test_hovering_says_what_was_not_seen_what_is_not_finite_and_what_is_a_median(pages: Pages) -> None:
     tab = alone(pages, FIRST)
-    assert "not seen in this step" in tab.hover(0, 20)
+    assert "no data in this step" in tab.hover(0, 20)
     assert "holds NaN or Inf" in tab.hover(7, BAD_SINCE)
     assert "1 NaN in blocks.1.up" in tab.hover(7, BAD_SINCE), "the finding that began here"
     x, y = tab.place(1, 0)

@@ -429,7 +429,7 @@ def changed_in_the_middle(case: zoo.Case, change: Callable[[nn.Module], Any], wa
 def remove_hooks(model: nn.Module, observer: Float64Recorder) -> None:
     for module in model.modules():
         for key, hook in list(module._forward_hooks.items()):
-            if "_saw" in getattr(hook, "__qualname__", ""):
+            if "record_output" in getattr(hook, "__qualname__", ""):
                 del module._forward_hooks[key]
 
 

@@ -1,4 +1,4 @@
-"""Driving the tab: where its cells are, what its tooltip says, what its address holds."""
+"""Runs to show in the tab, and a driver of the tab: its cells, its tooltip, its address."""
 
 from __future__ import annotations
 

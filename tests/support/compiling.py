@@ -31,7 +31,7 @@ def operations(graph: fx.GraphModule) -> Operations:
 
 
 class Graphs:
-    """A backend that counts, and says what is in the graphs it is given: those of dynamo, and those below autograd."""
+    """A backend that records the operations of the graphs it compiles: those of dynamo, and those below autograd."""
 
     def __init__(self, backend: str = "aot_eager") -> None:
         self.traced: list[Operations] = []

@@ -83,7 +83,7 @@ class Kept:
 
 @dataclass
 class Run:
-    """One run: what it left behind in bits, and who looked on."""
+    """One run: its model and optimizer, the watch or recorder, and the bits of its results."""
 
     model: Net
     optimizer: torch.optim.Optimizer

@@ -1,4 +1,4 @@
-"""What a watch should have seen: every tensor of a training run kept whole, in float64 NumPy.
+"""The numbers a watch should report: every tensor of a training run, kept whole in float64 NumPy.
 
 Plain hooks that copy everything, as slow and simple as can be. Shares the naming of outputs with the
 package, and nothing else.
@@ -35,7 +35,7 @@ class Float64Recorder:
         self._parameters = {id(p): (name, p) for name, p in model.named_parameters()}
         self._before: dict[str, NDArray[np.float64]] = {}
         for path, module in model.named_modules():
-            module.register_forward_hook(self._saw(path or ROOT))
+            module.register_forward_hook(self.record_output(path or ROOT))
         self._handles = [
             register_optimizer_step_pre_hook(self._step_begins),
             register_optimizer_step_post_hook(self._step_ends),
@@ -45,7 +45,9 @@ class Float64Recorder:
         for handle in self._handles:
             handle.remove()
 
-    def _saw(self, path: str) -> Callable[..., None]:
+    def record_output(self, path: str) -> Callable[..., None]:
+        """A forward hook that keeps the outputs of the module at `path`, and their gradients."""
+
         def hook(_module: nn.Module, _args: Any, output: Any) -> None:
             recomputing = torch._C._current_graph_task_id() != -1
             for index, tensor in tensors(output):

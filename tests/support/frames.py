@@ -163,6 +163,7 @@ def scalar_series(directory: str | Path, tag: str) -> dict[int, float]:
 
 
 def training_frame(step: int, scale: float = 1.0, loss: float | None = None, findings: Any = ()) -> Frame:
+    """A frame of a small training: three modules and a weight, with random numbers of the given scale."""
     rng = np.random.default_rng(step)
     data: dict[Site, Any] = {Site(name, "activation"): rng.normal(size=50) * scale for name in ("b", "a", "c")}
     data |= {Site(name, "gradient"): rng.normal(size=50) * scale for name in ("c", "a", "b")}

@@ -30,7 +30,7 @@ def depth() -> int:
 
 
 class Tutorial(nn.Module):
-    """The CNN of torch's tutorials. Whoever wants to know what its operations return sets `keep`."""
+    """The CNN of torch's tutorials. `keep` is called with what each operation returns."""
 
     def __init__(self, how: dict[str, Any] | None = None) -> None:
         super().__init__()

@@ -8,10 +8,13 @@ from torch.nn import functional as F
 
 
 def x(*shape: int) -> Tensor:
+    """An input for them."""
     return torch.ones(shape or (3, 4))
 
 
 class Residual(nn.Module):
+    """Two layers and a connection around them."""
+
     def __init__(self) -> None:
         super().__init__()
         self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
@@ -21,6 +24,8 @@ class Residual(nn.Module):
 
 
 class Differs(nn.Module):
+    """Runs other layers in evaluation than in training."""
+
     def __init__(self) -> None:
         super().__init__()
         self.layer, self.noise, self.calibrate = nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4)
@@ -30,9 +35,8 @@ class Differs(nn.Module):
         return self.noise(x) if self.training else self.calibrate(x).sigmoid()
 
 
+# The arrows of `Differs`: of each box, where they come from.
 TRAINED = {"input/x": [], "layer": ["input/x"], "noise": ["layer"], "output": ["noise"]}
-
-
 EVALUATED = {
     "input/x": [], "layer": ["input/x"], "calibrate": ["layer"], "sigmoid": ["calibrate"], "output": ["sigmoid"],
 }  # fmt: skip

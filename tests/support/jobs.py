@@ -476,7 +476,7 @@ def mixed(rank: int) -> Any:
     fsdp(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32))
     seen = Float64Recorder(nn.Identity())
     for path, module in model.named_modules():
-        module.register_forward_hook(seen._saw(path or "(root)"))
+        module.register_forward_hook(seen.record_output(path or "(root)"))
     w = tbhooks.watch(model, None, 1, ranks="merge", kinds=("activation", "gradient"))
     loss_of(model(batch(0, rank))).backward()
     parts = dict(seen._parts)

@@ -53,6 +53,19 @@ class HasHooks(Protocol):
         """Leaves no hook of its own on any module."""
 
 
+class Profile(Protocol):
+    """A profiler that runs for some steps."""
+
+    def step_ended(self, step: int) -> None:
+        """A training step has ended."""
+
+    def leave_model(self) -> None:
+        """Removes its hooks from the model."""
+
+    def stop(self, step: int) -> None:
+        """The watch closes after this step."""
+
+
 class Collectors:
     """All collectors of one watch. An exception in one reaches neither training nor the others."""
 

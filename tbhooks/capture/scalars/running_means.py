@@ -1,7 +1,7 @@
-"""Running means of logged scalars, kept on the device of the values: `log_every` writes them and starts anew.
+"""Running means of logged scalars (`Watch.log_every`), summed on the device of the values.
 
 A value costs one small addition on its own device, without a sync. Values that are logged during an evaluation have
-means of their own, over that evaluation.
+separate means, over that evaluation.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tbhooks.capture.packed_step import PackedStep
 from tbhooks.capture.rank_context import RankContext
 from tbhooks.capture.recorder import Recorder
 
-OF_EVALUATION = "eval/"
+EVALUATION_PREFIX = "eval/"
 
 Numbers = Mapping[str, Tensor | float]
 
@@ -47,8 +47,8 @@ class Mean:
     def mean(self) -> Tensor | float:
         """Returns the mean, on one of the devices that had values, or as a float if none had."""
         total: Tensor | float = self._on_host
-        for there in self._sums.values():
-            total = there + (total.to(there.device) if isinstance(total, Tensor) else total)
+        for sums in self._sums.values():
+            total = sums + (total.to(sums.device) if isinstance(total, Tensor) else total)
         return total / self._count
 
 
@@ -62,30 +62,31 @@ class RunningMeans:
         return bool(self._means)
 
     def add(self, tag: str, value: Tensor | float) -> None:
-        # Sums made in inference mode could not be added to outside.
+        # A sum that was created in inference mode could not be changed outside of it.
         with torch.inference_mode(False), torch.no_grad(), without_dispatch_modes():
             self._means.setdefault(tag, Mean()).add(value)
 
     def take(self, but: frozenset[str] = frozenset()) -> dict[str, Tensor | float]:
         """Returns the means and starts new ones, except for the tags in `but`."""
         with torch.inference_mode(False), torch.no_grad(), without_dispatch_modes():
-            means = {tag: kept.mean() for tag, kept in self._means.items() if tag not in but}
-        self._means = {tag: kept for tag, kept in self._means.items() if tag in but}
+            means = {tag: mean.mean() for tag, mean in self._means.items() if tag not in but}
+        self._means = {tag: mean for tag, mean in self._means.items() if tag in but}
         return means
 
 
 class MeansWriter:
-    """The means of one watch, and which of its steps write them (`Watch.log_every`)."""
+    """The running means of one watch, which every n-th step writes (`Watch.log_every`)."""
 
     def __init__(
         self, model: weakref.ref[nn.Module], observer: Observer, context: RankContext,
         submit: Callable[[PackedStep], None],
     ) -> None:  # fmt: skip
-        self.every = 1
+        self.every: int | None = None
+        """After how many steps means are written; None if the user has not asked for means."""
         self.is_due = False
-        """Whether the step that has ended writes them, and may still get more."""
+        """Whether the step that has ended writes means. Until it does, values are added to them."""
         self.extra: dict[str, Tensor | float] = {}
-        """Training metrics that are to be written with the step."""
+        """Training metrics that are written with the means, in a step that is not a logged one."""
         self._model, self._observer, self._context = model, observer, context
         self._submit = submit
         self._training, self._evaluation = RunningMeans(), RunningMeans()
@@ -94,15 +95,15 @@ class MeansWriter:
         self._recorder = Recorder(())
 
     def writes(self, step: int) -> bool:
-        return step % self.every == 0
+        return self.every is not None and step % self.every == 0
 
     def step_ends(self, step: int) -> None:
         self.is_due, self._in_copy = self.writes(step), frozenset()
 
     def add(self, tag: str, value: Tensor | float) -> None:
         model = self._model()
-        is_evaluated = model is not None and not self._observer.is_training_pass(model)
-        (self._evaluation if tag.startswith(OF_EVALUATION) or is_evaluated else self._training).add(tag, value)
+        in_evaluation = model is not None and not self._observer.is_training_pass(model)
+        (self._evaluation if tag.startswith(EVALUATION_PREFIX) or in_evaluation else self._training).add(tag, value)
 
     def add_to_copy(self, recorder: Recorder) -> None:
         """Records the means that are due, so that they are part of the step's own copy."""
@@ -113,15 +114,15 @@ class MeansWriter:
                 recorder.scalar(tag, mean)
 
     def take(self) -> Numbers:
-        """Returns the means that are due and not written yet; nothing is due afterwards. Values that were logged
-        after the step's copy stay for the next mean.
+        """Returns the means that are due and were not in the step's copy. Nothing is due afterwards. A value of a tag
+        that was in the copy is part of the next mean.
         """
         means = {**self.extra, **self._training.take(but=self._in_copy)}
         self.is_due, self.extra = False, {}
         return means
 
     def write(self, label: int, numbers: Numbers) -> None:
-        """Submits numbers in a copy of their own. They are not merged over ranks: rank 0 writes its own."""
+        """Submits numbers in a copy of their own. They are not merged over ranks: only rank 0 writes."""
         if numbers and self._context.rank == 0:
             for tag, number in numbers.items():
                 self._recorder.scalar(tag, number)

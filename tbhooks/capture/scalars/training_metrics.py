@@ -1,7 +1,4 @@
-"""Training metrics for `Watch.progress`: settings of the optimizers, throughput, and peak memory.
-
-All of them are known on the host: nothing is read from a device, and there is no sync.
-"""
+"""Training metrics for `Watch.progress`: settings of the optimizers, throughput, and peak memory, without a sync."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from tbhooks.capture.step.optimizer_round import GroupNumbers
 
 OPTIMIZER, SPEED, MEMORY = PARTS = ("optimizer", "speed", "memory")
 
-# The tag of each setting of a parameter group; a tuple of numbers has one tag for each.
+# The tags for each setting of a parameter group. The setting `betas` is a tuple, with a tag for each number.
 SETTINGS = {
     "lr": ("lr",),
     "weight_decay": ("weight_decay",),
@@ -30,7 +27,7 @@ SETTINGS = {
 
 
 class TrainingMetrics:
-    """Learning rates and other optimizer settings, throughput and memory, between two written steps."""
+    """Optimizer settings such as the learning rate, throughput and memory, from one written step to the next."""
 
     def __init__(self, model: weakref.ref[nn.Module], groups: GroupNumbers, forwards: ForwardEvent) -> None:
         self._parts: frozenset[str] = frozenset()
@@ -41,13 +38,13 @@ class TrainingMetrics:
         self._samples = self._tokens = 0
         # The step that was written last, and when it ended.
         self._since: tuple[int, float] | None = None
-        # When the running evaluation began, and the seconds of all evaluations since the last written step: they do
-        # not count as time of training steps.
+        # When the running evaluation began, and how long all evaluations since the last written step took. This time is
+        # not part of the time of training steps.
         self._evaluation_began: float | None = None
         self._evaluation_seconds = 0.0
 
     def add_parts(self, parts: frozenset[str]) -> None:
-        """From now on these parts of `PARTS` are written, too."""
+        """Adds some of `PARTS` to the metrics that are written."""
         if SPEED in parts - self._parts:
             self._forwards.subscribe(self._forward_begins, in_graph=True, reads_batch=True)
         self._parts |= parts
@@ -59,7 +56,7 @@ class TrainingMetrics:
                 self._settings.update(_settings(group, name))
 
     def numbers(self, step: int) -> dict[str, Tensor | float]:
-        """Returns the metrics of a step that has just ended, and of all steps since the one that was written last."""
+        """Returns the metrics of the step that has just ended; throughput is that of all steps since the last call."""
         numbers = self._settings
         self._settings = {}
         if SPEED in self._parts:
@@ -73,7 +70,7 @@ class TrainingMetrics:
         evaluation_seconds, self._evaluation_seconds = self._evaluation_seconds, 0.0
         samples, tokens = self._samples, self._tokens
         self._samples = self._tokens = 0
-        if since is None or step <= since[0]:  # the clock has started anew: there is nothing to measure from
+        if since is None or step <= since[0]:  # this is the first step, or the clock has restarted its count
             return {}
         seconds = max(now - since[1] - evaluation_seconds, 1e-9)
         numbers = {"train.step_seconds": seconds / (step - since[0])}
@@ -105,18 +102,19 @@ class TrainingMetrics:
 
 
 def _settings(group: dict[str, Any], name: object) -> dict[str, Tensor | float]:
-    found: dict[str, Tensor | float] = {}
+    """Returns the settings of a parameter group, by tag."""
+    settings: dict[str, Tensor | float] = {}
     for setting, tags in SETTINGS.items():
         value = group.get(setting)
         for tag, number in zip(tags, value if isinstance(value, tuple | list) else (value,), strict=False):
             if isinstance(number, Tensor | float | int):
                 # A scheduler may change a tensor in place before it is written.
-                found[f"train.{tag}/{name}"] = number.detach().clone() if isinstance(number, Tensor) else number
-    return found
+                settings[f"train.{tag}/{name}"] = number.detach().clone() if isinstance(number, Tensor) else number
+    return settings
 
 
 def peak_rss() -> float | None:
-    """The most memory this process has had, in bytes; None where the system does not say."""
+    """Returns the peak resident memory of this process in bytes; None on systems that do not report it."""
     try:
         import resource  # noqa: PLC0415  not on Windows
     except ImportError:

@@ -1,17 +1,15 @@
-"""When a training step ends: the optimizer that owns the parameters says so, or forwards, or the user.
+"""When a training step ends: after a step of the model's optimizer, with a forward, or when the user calls `step`.
 
-The clock counts steps and calls back; it reads no tensor and writes nothing. It registers hooks on
-optimizers only (all of them, once, through torch's own global hooks), never on modules.
+The clock counts steps and calls its listener. It reads no tensor and writes nothing. It uses torch's global hooks on
+optimizers.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import sys
 import threading
 import weakref
-from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any, Protocol
 
@@ -24,8 +22,8 @@ from tbhooks.capture.autograd import NO_BACKWARD, at_end_of_backward, backward_p
 from tbhooks.capture.dynamo import dynamo_disable, dynamo_skip
 from tbhooks.capture.hooks.forward_event import ForwardEvent, Subscription
 from tbhooks.capture.hooks.observer import Observer
-from tbhooks.capture.step.manual_updates import Turns
-from tbhooks.capture.step.optimizer_round import OptimizerRound, SeldomSteps
+from tbhooks.capture.step.manual_updates import ManualUpdates
+from tbhooks.capture.step.optimizer_round import OptimizerRound, UnloggedOptimizers, parameter_ids
 from tbhooks.capture.step.parameters import ParameterReader
 from tbhooks.data.self_report import Report
 
@@ -33,7 +31,7 @@ MODES = ("auto", "optimizer", "forward", "manual")
 
 
 class Listener(Protocol):
-    """What the clock calls. None of it may raise, but for `raise_if_asked`."""
+    """What the clock calls. Only `raise_if_asked` may raise."""
 
     def before_optimizer(self, optimizer: Optimizer, has_closure: bool) -> None: ...
 
@@ -47,9 +45,9 @@ class Listener(Protocol):
 
 
 class Clock:
-    """Counts the steps of one model. `mode` is what ends them; "auto" until that is known.
+    """Counts the training steps of one model. `mode` is what ends a step: one of `MODES`, "auto" until it is known.
 
-    Several threads may train one model at the same time, so what the hooks do is done by one thread after another.
+    Several threads may train one model at the same time, so all hooks hold `lock`.
     """
 
     def __init__(
@@ -59,7 +57,7 @@ class Clock:
         self.mode = mode
         self.count = first_step
         self.optimizer_steps = 0
-        """How often any optimizer of the model has stepped."""
+        """How many steps the optimizers of the model have made, all together."""
         self.lock = threading.RLock()
         self._model = model
         self._observer, self._parameters, self._forwards = observer, parameters, forwards
@@ -67,18 +65,19 @@ class Clock:
         self._report = report
         self._auto = mode == "auto"
         self._round = OptimizerRound()
-        self._seldom = SeldomSteps()
-        # Numbers stand for optimizers, and are not given out again as addresses are.
+        self._unlogged = UnloggedOptimizers()
+        # A number for each optimizer. Unlike ids, numbers are not used again after an optimizer was deleted.
         self._keys: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._next_key = itertools.count()
-        # What each optimizer steps of the model, and how many parameters it had when that was looked up.
+        # The model's parameters that each optimizer updates, and the optimizer's size when they were found.
         self._owned: weakref.WeakKeyDictionary[Optimizer, tuple[int, frozenset[int]]] = weakref.WeakKeyDictionary()
-        # What each one that has stepped the model owned last, and those that own nothing of it any more.
-        self._stepping: weakref.WeakKeyDictionary[Optimizer, frozenset[int]] = weakref.WeakKeyDictionary()
+        # The same for the optimizers that have stepped, at their last step.
+        self._stepped: weakref.WeakKeyDictionary[Optimizer, frozenset[int]] = weakref.WeakKeyDictionary()
+        # Optimizers that have stepped the model, and have none of its parameters any more.
         self._orphans: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._turns = Turns(report)
-        self._by_turns = False
-        """Whether a forward ends a step only after a backward."""
+        self._manual_updates = ManualUpdates(report)
+        self._needs_backward = False
+        """Whether a forward ends a step only if a backward has run since the last step."""
         self._forwards_counted = 0
         self._ends_with = NO_BACKWARD
         """The backward pass at whose end the step ends."""
@@ -86,35 +85,25 @@ class Clock:
         self._output_hook: RemovableHandle | None = None
         self._handles: list[RemovableHandle] = []
 
-    def alone(self, function: Callable[..., None]) -> Callable[..., None]:
-        """The same function, for one thread at a time."""
-
-        @functools.wraps(function)
-        def locked(*args: Any) -> None:
-            with self.lock:
-                function(*args)
-
-        return locked
-
     def start(self) -> None:
         self._handles = [
-            register_optimizer_step_pre_hook(self._before),
-            register_optimizer_step_post_hook(self._after),
+            register_optimizer_step_pre_hook(self.before_step),
+            register_optimizer_step_post_hook(self._after_step),
         ]
-        self.watch_forwards()
+        self.resume()
 
-    def watch_forwards(self) -> None:
-        """Counts forwards from now on, if they may end steps."""
+    def resume(self) -> None:
+        """Counts forwards and looks for manual updates, as long as no optimizer of the model has stepped."""
         if self._subscription is None and (self.mode == "forward" or self._looks_for_optimizer):
-            # Mostly an optimizer comes, and compiled code is not to change then.
+            # Most models have an optimizer. Compiled code is not changed before it is known that there is none.
             self._subscription = self._forwards.subscribe(self._forward_begins, in_graph=not self._auto)
         model = self._model()
         if self._output_hook is None and self._looks_for_optimizer and model is not None:
-            self._output_hook = self._turns.follow(model)
+            self._output_hook = self._manual_updates.watch_outputs(model)
 
     @property
     def _looks_for_optimizer(self) -> bool:
-        """Whether no optimizer of the model has been seen yet."""
+        """Whether no optimizer of the model has stepped yet."""
         return self._auto and self.mode != "optimizer"
 
     def pause(self) -> None:
@@ -123,82 +112,88 @@ class Clock:
             self._output_hook.remove()
             self._output_hook = None
 
+    def _stop_counting_forwards(self) -> None:
+        if self._subscription is not None:
+            self._subscription.cancel()
+            self._subscription = None
+        self.pause()
+
     def stop(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles = []
         self._owned.clear()
-        self.leave_forwards()
+        self._stop_counting_forwards()
 
-    def manual(self) -> None:
+    def set_manual(self) -> None:
         """From now on only the user ends steps."""
         self.mode, self._auto = "manual", False
-        self.leave_forwards()
+        self._stop_counting_forwards()
 
-    def look_again(self) -> None:
-        """Parameters may have been replaced: which optimizers own them is found out anew."""
+    def parameters_may_have_changed(self) -> None:
+        """Parameters may have been replaced: which optimizers update them is found again."""
         self._owned.clear()
 
     def owns(self, optimizer: Optimizer) -> bool:
-        """Whether this optimizer steps any parameter of the model."""
+        """Whether this optimizer updates any parameter of the model."""
         return bool(self._owned_by(optimizer))
 
-    def tick(self) -> None:
-        if self._model() is None:  # another thread may be handing over what there was
+    def _tick(self) -> None:
+        if self._model() is None:  # the model was deleted: another thread may be submitting the last steps
             return
         try:
             self._listener.step_ended()
         finally:
             self.count += 1
 
-    def kept(self, optimizer: Optimizer) -> bool:
-        """A scaler kept it from stepping. Whether the iteration has thereby ended without any step."""
+    def optimizer_skipped(self, optimizer: Optimizer) -> bool:
+        """A GradScaler skipped the optimizer's step. Returns whether the iteration has ended without any step."""
         with self.lock:
             self._optimizer_found()
-            if self.mode != "optimizer":  # then something else ends the step, and it did happen
+            if self.mode != "optimizer":  # forwards or the user end the step, whatever the optimizer does
                 return False
-            self._round.is_kept(self._key(optimizer))
+            self._round.add_skipped(self._key(optimizer))
             if not self._round.is_over:
                 return False
-            stepped = self._round.has_stepped
-            self._round.starts_over()
-            if stepped:
-                self.tick()
-            return not stepped
+            has_stepped = self._round.has_stepped
+            self._round.restart()
+            if has_stepped:
+                self._tick()
+            return not has_stepped
 
     def logged_step_ended(self) -> None:
-        """Tells of optimizers whose steps are never among the logged ones."""
-        for optimizer in self._seldom.logged_step_ended():
+        """Warns of optimizers that never step in a logged step."""
+        for optimizer in self._unlogged.logged_step_ended():
             self._report.log_once(
                 f"{type(optimizer).__name__} steps less often than another optimizer of this model, and never in a "
                 "step that is logged: its gradients and updates are not in the log. Choose an `every` that shares no "
-                "divisor with how often it steps, an odd one if it steps every second time",
+                "divisor with how often it steps (an odd one if it makes every second step)",
                 once=f"never logged: {self._key(optimizer)}",
             )
 
     @dynamo_disable
-    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """The global pre-hook of `Optimizer.step`."""
         with self._report.guarded("before the optimizer's step"), self.lock:
             parameters = self._owned_by(optimizer)
             if not parameters or self._is_nested():
                 return
             key = self._key(optimizer)
-            self._stepping[optimizer] = parameters
+            self._stepped[optimizer] = parameters
             self._optimizer_found()
             if self.mode == "optimizer":
-                if not self._round.knows(key):
-                    self._round.keep(set(self._keys.values()))
-                    self._round.forget_those_without(self._parameters.now() | parameters)
-                self._round.meets(key, parameters)
-                if self._round.comes_again(key):
-                    self.tick()
-            is_late = self.mode == "optimizer" and self._round.is_late(key) and not self._round.is_seldom(key)
+                if not self._round.is_member(key):
+                    self._round.keep_only(set(self._keys.values()), self._parameters.ids() | parameters)
+                self._round.replace_owners(key, parameters)
+                if self._round.ended_before(key):
+                    self._tick()
+            is_late = self.mode == "optimizer" and self._round.is_late(key) and not self._round.is_infrequent(key)
             if in_backward() or not is_late:
                 self._listener.before_optimizer(optimizer, has_closure(args, kwargs))
         self._listener.raise_if_asked()
 
     @dynamo_disable
-    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         with self._report.guarded("after the optimizer's step"), self.lock:
             parameters = self._owned_by(optimizer)
             if not parameters:
@@ -210,12 +205,12 @@ class Clock:
             if self.mode != "optimizer":
                 return
             key = self._key(optimizer)
-            if self._round.is_seldom(key):
-                self._seldom.stepped(optimizer, self._listener.is_logging())
+            if self._round.is_infrequent(key):
+                self._unlogged.stepped(optimizer, self._listener.is_logging())
             if in_backward():
                 self._end_with_backward(key, parameters)
-            elif self._round.ends(key, parameters):
-                self.tick()
+            elif self._round.ended_after(key, parameters):
+                self._tick()
         self._listener.raise_if_asked()
 
     def _key(self, optimizer: Optimizer) -> int:
@@ -224,101 +219,105 @@ class Clock:
         return self._keys[optimizer]
 
     def _is_nested(self) -> bool:
-        """Whether the step is part of another one's (SAM, Lookahead, `super().step()`): only the outermost counts."""
-        return any(self._owned_by(outer) for outer in steps_around())
+        """Whether another optimizer's step makes this one (SAM, Lookahead, `super().step()`): only that one counts."""
+        return any(self._owned_by(outer) for outer in _outer_optimizers())
 
     def _end_with_backward(self, key: int, parameters: frozenset[int]) -> None:
-        """Optimizers that step inside backward, one a parameter: the step ends when backward does.
+        """Ends the step with the backward pass, for optimizers that step inside it (one optimizer per parameter).
 
-        From a pass inside a pass the end of the outer one cannot be heard of. If no optimizer steps in the outer
-        one, the step ends when the first comes round again.
+        Inside a nested backward pass no callback for the end of the outer one can be registered. If no optimizer steps
+        in the outer one, the step ends when an optimizer steps for the second time.
         """
         if in_nested_backward():
-            self._round.steps(key, parameters)
-        elif self._ends_with != backward_pass():  # a pass that failed never calls back
+            self._round.add_step(key, parameters)
+        elif self._ends_with != backward_pass():  # a backward pass that raised has never called back
             self._ends_with = backward_pass()
             at_end_of_backward(self._backward_ended)
 
     @dynamo_skip
     def _backward_ended(self) -> None:
         with self._report.guarded("after backward"), self.lock:
-            self._round.starts_over()
-            self.tick()
+            self._round.restart()
+            self._tick()
 
     def _owned_by(self, optimizer: Optimizer) -> frozenset[int]:
+        """Returns the ids of the model's parameters that the optimizer updates."""
         if self._model() is None:
             return frozenset()
         size = sum(len(group["params"]) for group in optimizer.param_groups)
-        known, owned = self._owned.get(optimizer, (-1, frozenset()))
-        if known != size:  # groups may be added at any time
-            owned = self._parameters.owned(optimizer) or self._lost_by(optimizer)
+        known_size, owned = self._owned.get(optimizer, (-1, frozenset()))
+        if known_size != size:  # parameter groups may be added at any time
+            owned = self._parameters.owned_by(optimizer) or self._formerly_owned_by(optimizer)
             self._owned[optimizer] = size, owned
         return owned
 
-    def _lost_by(self, optimizer: Optimizer) -> frozenset[int]:
-        """What an optimizer stepped that now owns nothing of the model: it counts until another one comes."""
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        lost = self._stepping.get(optimizer, frozenset()) & held
-        if not lost or self._model() is None:
+    def _formerly_owned_by(self, optimizer: Optimizer) -> frozenset[int]:
+        """Returns the parameters that the optimizer updated while they were the model's, and warns that they are not.
+        Steps are counted by such an optimizer until one steps that updates the model.
+        """
+        former = self._stepped.get(optimizer, frozenset()) & parameter_ids(optimizer)
+        if not former or self._model() is None:
             return frozenset()
         self._orphans.add(optimizer)
         self._report.log_once(
-            f"the parameters that {type(optimizer).__name__} steps are no longer the model's: they were replaced after "
-            "the optimizer was made, as load_state_dict(assign=True) does, and its steps no longer change the "
-            "model. Make the optimizer after that. Steps are still counted by it",
+            f"{type(optimizer).__name__} no longer updates the model: its parameters are no longer the model's. They "
+            "were replaced after the optimizer was created, for example by load_state_dict(assign=True). Create the "
+            "optimizer after that. Its steps are still counted",
             once=f"orphan: {self._key(optimizer)}",
         )
-        return lost if all(other in self._orphans for other in self._stepping) else frozenset()
+        return former if all(other in self._orphans for other in self._stepped) else frozenset()
 
     def _optimizer_found(self) -> None:
         if self._looks_for_optimizer:
             if self.mode == "forward":
-                self._report.log_once("an optimizer steps this model after all: steps are counted by it, from 0")
+                self._report.log_once("found an optimizer of this model: its steps are counted from now on, from 0")
                 self.count = 0
             self.mode = "optimizer"
-            if not self._observer.gate.was_compiled:  # or the places of the others would change
-                self.leave_forwards()
+            if not self._observer.gate.was_compiled:  # removing a hook would make torch compile the model again
+                self._stop_counting_forwards()
 
     def _forward_begins(self, model: nn.Module, _count: object) -> None:
         with self.lock:
             if self.mode not in ("auto", "forward") or not self._observer.is_training_pass(model):
                 return
             if self._auto:
-                self._look_for_turn(model)
-            if self.mode == "forward" and self._forwards_counted and (self._turns.backward_ran or not self._by_turns):
-                self.tick()
-                self._turns.step_ended()
+                self._check_for_manual_updates(model)
+            has_trained = self._manual_updates.backward_ran or not self._needs_backward
+            if self.mode == "forward" and self._forwards_counted and has_trained:
+                self._tick()
+                self._manual_updates.backward_ran = False
             self._forwards_counted += 1
 
-    def _look_for_turn(self, model: nn.Module) -> None:
-        why = self._turns.forward_begins(model, self._observer.gradients_seen)
+    def _check_for_manual_updates(self, model: nn.Module) -> None:
+        """Counts forwards from now on if it seems that no optimizer updates the model."""
+        why = self._manual_updates.forward_begins(model, self._observer.gradients_seen)
         if why is not None and self.mode == "auto":
-            self.mode, self._by_turns = "forward", self._turns.saw_backward
-            ends = "a forward that follows a backward begins the next step" if self._by_turns else "each forward is one"
+            self.mode, self._needs_backward = "forward", self._manual_updates.backward_ever_ran
+            ends = "a forward after a backward begins the next step" if self._needs_backward else "each forward is one"
             self._report.log_once(
-                f"no torch optimizer steps this model ({why}): {ends}; updates cannot be seen. "
-                'Call step() yourself, or say step="forward" to count forwards from the start'
+                f"no torch optimizer steps this model ({why}): {ends}; updates are not logged. "
+                'Call step() yourself, or pass step="forward" to count forwards from the start'
             )
 
-    def leave_forwards(self) -> None:
-        """Counts forwards no longer."""
-        if self._subscription is not None:
-            self._subscription.cancel()
-            self._subscription = None
-        self.pause()
+
+def has_closure(args: Any, kwargs: Any) -> bool:
+    """Whether `optimizer.step` was called with a closure; args[0] is the optimizer itself."""
+    return any(value is not None for value in (*args[1:], kwargs.get("closure")))
 
 
 def _step_code() -> CodeType | None:
-    """The code that torch puts around every optimizer's step: its frames are the steps that are running."""
-    around = getattr(Optimizer, "profile_hook_step", None)
-    return getattr(around(has_closure), "__code__", None) if around is not None else None
+    """Returns the code of the wrapper that torch puts around every optimizer's `step`."""
+    wrap = getattr(Optimizer, "profile_hook_step", None)
+    return getattr(wrap(has_closure), "__code__", None) if wrap is not None else None
 
 
-def steps_around() -> list[Optimizer]:
-    """The optimizers inside whose steps the running one was called.
+_STEP_CODE = _step_code()
 
-    They are read off the stack each time: a step that raises never says that it has ended, and a frame's address is
-    soon that of another one.
+
+def _outer_optimizers() -> list[Optimizer]:
+    """Returns the optimizers whose steps have called the running step.
+
+    They are read from the stack each time, because a step that raises calls no post-hook.
     """
     running: list[FrameType] = []
     frame: FrameType | None = sys._getframe(1)
@@ -326,13 +325,5 @@ def steps_around() -> list[Optimizer]:
         if frame.f_code is _STEP_CODE:
             running.append(frame)
         frame = frame.f_back
-    found = [around.f_locals.get("self") for around in running[1:]]  # the first is the running one
-    return [optimizer for optimizer in found if isinstance(optimizer, Optimizer)]
-
-
-def has_closure(args: Any, kwargs: Any) -> bool:
-    """Whether `optimizer.step` was given one; args[0] is the optimizer itself."""
-    return any(value is not None for value in (*args[1:], kwargs.get("closure")))
-
-
-_STEP_CODE = _step_code()
+    outer = [each.f_locals.get("self") for each in running[1:]]  # the first frame is the running step
+    return [optimizer for optimizer in outer if isinstance(optimizer, Optimizer)]

@@ -1,4 +1,4 @@
-"""Evaluation passes, kept apart from training: all forwards between two training forwards make one frame.
+"""Evaluation passes, which are recorded separately: all forwards between two training forwards make one frame.
 
 The kinds of its sites begin with `eval.`. Gradients and parameters are not read.
 """
@@ -19,7 +19,7 @@ KINDS = ("activation", "input", "functional")
 
 
 class Evaluation:
-    """Reads one evaluation at a time into a recorder of its own, and submits it when training goes on."""
+    """Reads one evaluation at a time into a recorder of its own. The next training forward submits it."""
 
     def __init__(
         self, observer: Observer, forwards: ForwardEvent, kinds: Iterable[str], with_buckets: bool,
@@ -34,9 +34,9 @@ class Evaluation:
         forwards.subscribe(self._forward_begins, in_graph=True)
 
     def finish(self) -> None:
-        """Submits what was read since the last training forward."""
+        """Submits everything that was read since the last training forward."""
         if self._recorder.overflowed:
-            self._report.log_once("an evaluation made more calls than its buffer holds; the rest is not in its numbers")
+            self._report.log_once("an evaluation made more calls than its buffer holds; the last ones are left out")
         if self._recorder.has_something:
             self._submit(self._recorder)
 

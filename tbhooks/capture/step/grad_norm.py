@@ -1,4 +1,4 @@
-"""The norm of many tensors together, on their device, as one number. No sync, nothing kept."""
+"""The L2 norm over the elements of many tensors, as one number on their device, without a sync."""
 
 from __future__ import annotations
 
@@ -13,25 +13,22 @@ from tbhooks.reduction import cpu
 
 
 def total_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """In float64 where that costs nothing; NaN or infinite if any element is."""
+    """Returns the norm as a scalar tensor: float64 on a CPU, else float32. It is not finite if any element is not."""
     dense = [tensor.coalesce().values() if tensor.layout is torch.sparse_coo else tensor for tensor in tensors]
     dense = [local for tensor in dense if (local := sharded_tensors.local_tensor(tensor)) is not None]
     if not dense:
         return torch.zeros((), dtype=torch.float64, device="cpu")
-    readable: list[Tensor] = []
+    by_kernel: list[Tensor] = []
     others: list[Tensor] = []
     for tensor in dense:
-        (readable if cpu.can_read(tensor) else others).append(tensor)
-    parts = [_by_kernel(readable)] if readable else []
-    parts += [_by_torch([tensor for tensor in others if tensor.device == device]) for device in _devices(others)]
-    home = parts[0].device
-    wide = torch.float64 if home.type == "cpu" else parts[0].dtype
-    total: Tensor = torch.linalg.vector_norm(torch.stack([part.to(home, wide) for part in parts]))
+        (by_kernel if cpu.can_read(tensor) else others).append(tensor)
+    devices = dict.fromkeys(tensor.device for tensor in others)
+    parts = [_by_kernel(by_kernel)] if by_kernel else []
+    parts += [_by_torch([tensor for tensor in others if tensor.device == device]) for device in devices]
+    device = parts[0].device
+    wide = torch.float64 if device.type == "cpu" else parts[0].dtype
+    total: Tensor = torch.linalg.vector_norm(torch.stack([part.to(device, wide) for part in parts]))
     return total
-
-
-def _devices(tensors: Sequence[Tensor]) -> list[torch.device]:
-    return list(dict.fromkeys(tensor.device for tensor in tensors))
 
 
 def _by_kernel(tensors: Sequence[Tensor]) -> Tensor:
@@ -47,7 +44,7 @@ def _by_kernel(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _by_torch(tensors: Sequence[Tensor]) -> Tensor:
-    """In float32 at least: the squares of half precision overflow."""
+    """Computes the norm in float32 at least, because squares overflow in half precision."""
     wide = torch.float64 if tensors[0].device.type == "cpu" else torch.float32
     narrow = [t for t in tensors if t.dtype.itemsize < 8]
     others = [t for t in tensors if t.dtype.itemsize >= 8]

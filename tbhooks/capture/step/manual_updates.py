@@ -1,25 +1,24 @@
-"""Loops without a torch optimizer: whether weights are updated by hand, and where one step of such a loop ends.
+"""Training loops without a torch optimizer: detects manual updates of the weights.
 
-Some loops update weights themselves (`p.data.add_(p.grad, alpha=-lr)`). No optimizer says there that a step has ended,
-so it is taken to end where a forward follows a backward. Forwards without a backward, as in rollouts, end nothing.
+Some loops update weights themselves (`p.data.add_(p.grad, alpha=-lr)`). There a training step ends when a forward
+follows a backward. Forwards without a backward, as in rollouts, end nothing.
 
-The same order of calls is seen while gradients are accumulated for an optimizer that has not stepped yet. So the rule
-is used only after one of these, in a loop in which no optimizer of the model has been seen:
+Gradient accumulation before an optimizer's first step looks the same. So steps are counted like this only if no
+optimizer of the model has stepped, and one of these has happened:
 
-* a weight has changed between a backward and the next forward: at once;
+* a weight has changed between a backward and the next forward;
 * gradients were cleared or replaced after each of `CLEARED_IN_A_ROW` backward passes (accumulation keeps them);
-* no optimizer has stepped in `FORWARDS_WITHOUT_OPTIMIZER` forwards. If no backward was seen in any of them, each
-  forward is a step.
+* no optimizer has stepped in `FORWARDS_WITHOUT_OPTIMIZER` forwards. If none of them had a backward, each forward is a
+  step.
 
-An optimizer that steps later takes over. A model whose output shows no tensor, and one that is compiled, can only be
-counted by the last rule.
+If an optimizer steps later, its steps are counted instead. Only the last condition applies to compiled models, and to
+models that return no tensor.
 """
 
 from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -36,50 +35,49 @@ from tbhooks.capture.hooks.unpicklable import UnpicklableHook
 from tbhooks.data.self_report import Report
 from tbhooks.reduction.torch_rows import has_no_data
 
-# Longer accumulations than this are rarer than loops without an optimizer.
+# Accumulation over more forwards than this is rarer than a loop without an optimizer.
 FORWARDS_WITHOUT_OPTIMIZER = 256
-# Warm-up passes also clear their gradients; there are rarely more than two before training begins.
+# Warm-up passes also clear their gradients. There are rarely more than two before training begins.
 CLEARED_IN_A_ROW = 3
-# Weights on the CPU whose values are compared, because `p.data` is changed without a new version: few and small ones.
+# An update of `p.data` does not change the version of `p`. So the values of a few small CPU weights are compared.
 MOST_COMPARED, LARGEST_COMPARED = 16, 4096
 
 
 class _OutputHook(UnpicklableHook):
-    """Tells what a model's forward has returned; not of one that is being compiled or traced."""
+    """The forward hook on the model; does nothing while the model is compiled or traced."""
 
-    __slots__ = ("__weakref__", "told")
+    __slots__ = ("__weakref__", "updates")
 
-    def __init__(self, told: Callable[[nn.Module, object], None]) -> None:
-        self.told = told
+    def __init__(self, updates: ManualUpdates) -> None:
+        self.updates = updates
 
     @dynamo_skip
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if not torch.compiler.is_compiling() and not is_traced():
-            self.told(module, output)
+            self.updates.forward_ended(module, output)
 
 
 class _BackwardHook(UnpicklableHook):
-    """On an output of the model: tells that a backward pass went through it."""
+    """The hook on an output tensor of the model, called in its backward pass."""
 
-    __slots__ = ("__weakref__", "model", "turns")
-    __torch_unserializable__ = True  # torch leaves it out of pickles, and need not warn of it
+    __slots__ = ("__weakref__", "model", "updates")
+    __torch_unserializable__ = True  # torch leaves the hook out of pickles without a warning
 
-    def __init__(self, turns: Turns, model: nn.Module) -> None:
-        self.turns, self.model = turns, weakref.ref(model)
+    def __init__(self, updates: ManualUpdates, model: nn.Module) -> None:
+        self.updates, self.model = updates, weakref.ref(model)
 
     @dynamo_skip
     def __call__(self, gradient: Tensor | None) -> None:
-        self.turns.backward_reached(self.model)
+        self.updates.backward_reached(self.model)
 
 
-class Turns:
-    """What the forwards and backwards of one model show while no optimizer steps it."""
+class ManualUpdates:
+    """Finds out from the forwards and backwards of one model whether its weights are updated without an optimizer."""
 
     def __init__(self, report: Report) -> None:
         self.backward_ran = False
-        """Whether a backward pass went through an output of the model since the last step ended."""
-        self.saw_backward = False
-        """Whether one ever did."""
+        """Whether a backward pass has run since the last step ended; the clock resets it."""
+        self.backward_ever_ran = False
         self._report = report
         self._forwards = 0
         self._versions = -1
@@ -89,17 +87,12 @@ class Turns:
         self._reached = self._has_gradients = self._replaced = False
         self._cleared = 0
 
-    @property
-    def forwards(self) -> int:
-        return self._forwards
-
-    def step_ended(self) -> None:
-        self.backward_ran = False
-
     def forward_begins(self, model: nn.Module, backward_ran: bool) -> str | None:
-        """Why there seems to be no optimizer, if that can be told by now; `backward_ran` is what others have seen."""
+        """Returns why there seems to be no optimizer, or None. `backward_ran` says whether a gradient hook on a module
+        was called since the last forward.
+        """
         self.backward_ran |= backward_ran
-        self.saw_backward |= self.backward_ran
+        self.backward_ever_ran |= self.backward_ran
         versions, values = _versions(model), _values(model)
         why = self._why(model, versions, values) if self._forwards else None
         self._forwards += 1
@@ -120,18 +113,19 @@ class Turns:
             return f"none stepped in {self._forwards} forwards"
         return None
 
-    def follow(self, model: nn.Module) -> RemovableHandle:
-        """Notices backward passes through the outputs of the model."""
-        return hook_output(model, _OutputHook(self._forward_ended))
+    def watch_outputs(self, model: nn.Module) -> RemovableHandle:
+        """Hooks the outputs of the model from now on, to notice backward passes through them."""
+        return hook_output(model, _OutputHook(self))
 
-    def _forward_ended(self, model: nn.Module, output: object) -> None:
+    def forward_ended(self, model: nn.Module, output: object) -> None:
+        """The forward hook calls this with what the model has returned."""
         with self._report.guarded("after the model's forward"):
             for _, tensor in () if in_backward() else tensor_tree.tensors(output):
                 if tensor.requires_grad and not tensor.is_leaf:
                     hook_tensor(tensor, _BackwardHook(self, model))
 
     def backward_reached(self, model: weakref.ref[nn.Module]) -> None:
-        """Called from a backward pass."""
+        """The hook on an output calls this in the backward pass."""
         if not self._reached and in_backward():
             with self._report.guarded("in backward"):
                 self._reached = self.backward_ran = True
@@ -141,24 +135,25 @@ class Turns:
     def _backward_ended(self, reference: weakref.ref[nn.Module]) -> None:
         with self._report.guarded("after backward"):
             model = reference()
-            found = {} if model is None else {i: p.grad for i, p in enumerate(model.parameters()) if p.grad is not None}
-            before, self._gradients = self._gradients, {i: weakref.ref(gradient) for i, gradient in found.items()}
-            self._has_gradients = bool(found)
-            shared = before.keys() & found.keys()
-            self._replaced = bool(shared) and all(before[i]() is not found[i] for i in shared)
+            gradients = [] if model is None else [parameter.grad for parameter in model.parameters()]
+            now = {i: gradient for i, gradient in enumerate(gradients) if gradient is not None}
+            before, self._gradients = self._gradients, {i: weakref.ref(gradient) for i, gradient in now.items()}
+            self._has_gradients = bool(now)
+            shared = before.keys() & now.keys()
+            self._replaced = bool(shared) and all(before[i]() is not now[i] for i in shared)
 
 
 def _versions(model: nn.Module) -> int:
-    """Changes whenever a parameter is written in place; -1 while some have yet to be made."""
+    """Returns a number that changes when a parameter is written in place; -1 if the model has lazy parameters."""
     if any(isinstance(parameter, UninitializedParameter) for parameter in model.parameters()):
         return -1
     return sum(parameter._version for parameter in model.parameters())
 
 
 def _values(model: nn.Module) -> list[int]:
-    """Checksums of a few small weights on the CPU, where reading them waits for nothing."""
-    some = (p for p in model.parameters() if type(p) is nn.Parameter and p.is_cpu and p.layout is torch.strided)
-    chosen = [p.detach() for p in some if 0 < p.numel() <= LARGEST_COMPARED and not has_no_data(p)][:MOST_COMPARED]
+    """Returns checksums of a few small weights on the CPU, where reading them needs no sync."""
+    dense = (p for p in model.parameters() if type(p) is nn.Parameter and p.is_cpu and p.layout is torch.strided)
+    small = [p.detach() for p in dense if 0 < p.numel() <= LARGEST_COMPARED and not has_no_data(p)][:MOST_COMPARED]
     with torch.no_grad(), without_dispatch_modes():
-        # Of copies: a storage that NumPy has seen can no longer be resized, as FSDP does.
-        return [zlib.crc32(weight.flatten().clone().view(torch.uint8).numpy().data) for weight in chosen]
+        # Clones are read, because a storage that was shared with NumPy cannot be resized any more, and FSDP does that.
+        return [zlib.crc32(weight.flatten().clone().view(torch.uint8).numpy().data) for weight in small]

@@ -1,13 +1,15 @@
-"""The step at which gradients first went non-finite, known even if that step was not logged.
+"""Finds the step at which gradients were first not finite, even if that step was not logged.
 
-Before every optimizer step the smallest and the largest value of one small gradient are put aside on the device;
-what was put aside is looked at with the next copy. The extremes are exact, where a sum of large finite values would
-overflow, and NaN shows in both. NaN in a loss or in any layer's backward reaches the gradients of the layers before
-it, so one of the first is enough; what it misses shows a step later, when the weights have it. No sync.
+Before every optimizer step the smallest and the largest value of one small gradient are stored on the device. They are
+evaluated there at the next logged step, without a sync. Extremes are used because a sum of large finite values may
+overflow; if there is a NaN, both are NaN. One gradient is enough: a NaN in the loss or in the backward of any layer
+reaches the gradients of all layers before it, so a parameter of the first layers is read. A NaN that does not reach it
+is found one step later, when the weights are NaN.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
@@ -18,30 +20,30 @@ from tbhooks.capture import sharded_tensors
 from tbhooks.capture.recorder import Recorder
 from tbhooks.data.frame import NONFINITE_SINCE
 
-# The smallest of the first parameters that have a gradient is read.
-LOOKED_AT = 16
-# So many steps may lie between two looks at what was put aside.
+# The smallest gradient of the first so many parameters that have one is read.
+CANDIDATES = 16
+# For so many steps the extremes are stored before they are evaluated.
 MOST_STEPS = 1024
 NEVER = -1
 
 
 class Tripwire:
-    """Watches the optimizers of one model."""
+    """Stores the extremes of one gradient in every step, and records the first step in which they are not finite."""
 
     def __init__(self) -> None:
         self._extremes: Tensor | None = None
-        # A view of each number in it, made once: a step is not to make any.
+        # Views of the two numbers of each step, created only once.
         self._slots: list[tuple[Tensor, Tensor]] = []
         self._used = 0
         self._first_step = 0
         self._last_step = NEVER
-        # On the device, each a step or NEVER: the first non-finite one of the steps since the last logged step, and
-        # where the trouble began that the newest step looked at still has.
+        # Two tensors on the device, each with a step or NEVER. The first non-finite step since the last logged one:
         self._since: Tensor | None = None
-        self._lasting: Tensor | None = None
+        # If the newest step is not finite, the first of the non-finite steps before it without a finite one in between:
+        self._ongoing_since: Tensor | None = None
 
-    def look(self, optimizer: Optimizer, step: int) -> None:
-        """To be called before each of the optimizer's steps."""
+    def check(self, optimizer: Optimizer, step: int) -> None:
+        """Stores the extremes of a gradient. To be called before each of the optimizer's steps."""
         if step == self._last_step:
             return  # another optimizer of the same step
         gradient = _small_gradient(optimizer)
@@ -49,73 +51,65 @@ class Tripwire:
         if gradient is None or not gradient.numel():
             return
         with torch.no_grad():
-            numbers = gradient if gradient.dtype.itemsize > 1 else gradient.float()  # float8 has no reductions
-            if not self._has_room_for(numbers):
-                self._prepare(numbers)
+            values = gradient if gradient.dtype.itemsize > 1 else gradient.float()  # float8 has no reductions
+            stored = self._extremes
+            if stored is None or stored.device != values.device or stored.dtype != values.dtype:
+                self._allocate(values)
             if self._used == MOST_STEPS or step != self._first_step + self._used:
-                self._look_back()
+                self._evaluate()
                 self._first_step = step
             low, high = self._slots[self._used]
-            _put_extremes(numbers, low, high)
-            handled = getattr(optimizer, "found_inf", None)
-            if isinstance(handled, Tensor):  # a fused optimizer leaves this step out
-                is_left_out = handled.to(low.device).reshape(()) > 0
+            _store_extremes(values, low, high)
+            found_inf = getattr(optimizer, "found_inf", None)
+            if isinstance(found_inf, Tensor):  # set by a GradScaler: the fused optimizer skips this step
+                is_skipped = found_inf.to(low.device).reshape(()) > 0
                 for number in (low, high):
-                    number.masked_fill_(is_left_out, 0.0)
+                    number.masked_fill_(is_skipped, 0.0)
         self._used += 1
         self._last_step = step
 
     def log(self, recorder: Recorder) -> None:
-        """Puts the step into the open one's copy: as long as the trouble lasts, always the one it began at."""
+        """Records the first non-finite step. It stays the same in later logged steps, until a step is finite."""
         if self._since is not None and self._used:
-            self._look_back()
+            self._evaluate()
             recorder.scalar(NONFINITE_SINCE, self._since)
             self._since = torch.full_like(self._since, NEVER)
 
-    def _has_room_for(self, numbers: Tensor) -> bool:
-        room = self._extremes
-        return room is not None and room.device == numbers.device and room.dtype == numbers.dtype
-
-    def _prepare(self, like: Tensor) -> None:
-        """Room for the extremes of gradients of this format; what is known so far stays known."""
-        self._look_back()
+    def _allocate(self, like: Tensor) -> None:
+        """Allocates the buffer for gradients of this device and dtype. What was found so far is kept."""
+        self._evaluate()
         with torch.inference_mode(False):
             self._extremes = like.detach().new_zeros(MOST_STEPS, 2)
             never = like.detach().new_full((), NEVER, dtype=torch.int64)
         self._slots = list(zip(*(column.unbind() for column in self._extremes.unbind(1)), strict=True))
         self._since = never if self._since is None else self._since.to(like.device)
-        self._lasting = never if self._lasting is None else self._lasting.to(like.device)
+        self._ongoing_since = never if self._ongoing_since is None else self._ongoing_since.to(like.device)
 
-    def _look_back(self) -> None:
-        if self._used and self._extremes is not None and self._since is not None and self._lasting is not None:
+    def _evaluate(self) -> None:
+        """Updates `_since` and `_ongoing_since` from the stored extremes, on the device, and empties the buffer."""
+        if self._used and self._extremes is not None and self._since is not None and self._ongoing_since is not None:
             with torch.no_grad():
                 bad = self._extremes[: self._used].isfinite().all(dim=1).logical_not()
                 first = bad.to(torch.int32).argmax() + self._first_step
-                first = torch.where(bad[0] & (self._lasting >= 0), self._lasting, first)
+                first = torch.where(bad[0] & (self._ongoing_since >= 0), self._ongoing_since, first)
                 self._since = torch.where(bad.any() & (self._since < 0), first, self._since)
-                self._lasting = torch.where(bad[-1], self._since, torch.full_like(self._since, NEVER))
+                self._ongoing_since = torch.where(bad[-1], self._since, torch.full_like(self._since, NEVER))
         self._first_step += self._used
         self._used = 0
 
 
-def _put_extremes(numbers: Tensor, low: Tensor, high: Tensor) -> None:
-    """In one pass over the numbers, without an intermediate that could overflow."""
+def _store_extremes(values: Tensor, low: Tensor, high: Tensor) -> None:
+    """Writes the smallest and the largest value, in one pass and without an intermediate that could overflow."""
     try:
-        torch.aminmax(numbers, out=(low, high))
-    except (NotImplementedError, RuntimeError):  # not every backend has it; this is as exact, and slower on a CPU
-        high.copy_(torch.linalg.vector_norm(numbers, math.inf))
+        torch.aminmax(values, out=(low, high))
+    except (NotImplementedError, RuntimeError):  # some backends lack aminmax; the norm is as exact, but slower on a CPU
+        high.copy_(torch.linalg.vector_norm(values, math.inf))
         low.copy_(high)
 
 
 def _small_gradient(optimizer: Optimizer) -> Tensor | None:
-    found: list[Tensor] = []
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            gradient = parameter.grad
-            if gradient is None or gradient.layout is not torch.strided or not gradient.is_floating_point():
-                continue
-            if gradient.numel():
-                found.append(gradient)
-            if len(found) == LOOKED_AT:
-                return min(found, key=Tensor.numel)
-    return min(found, key=Tensor.numel, default=None)
+    """Returns the smallest gradient of the first parameters that have one."""
+    gradients = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
+    usable = (g for g in gradients if g is not None and g.layout is torch.strided and g.is_floating_point())
+    candidates = itertools.islice((gradient for gradient in usable if gradient.numel()), CANDIDATES)
+    return min(candidates, key=Tensor.numel, default=None)

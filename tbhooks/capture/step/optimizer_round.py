@@ -1,4 +1,4 @@
-"""Several optimizers of one model: which of their steps ends a training step, and which of them logged steps show."""
+"""Models with several optimizers: which optimizer's step ends a training step, and the names of parameter groups."""
 
 from __future__ import annotations
 
@@ -8,111 +8,117 @@ from collections.abc import Callable
 
 from torch.optim import Optimizer
 
-# So many logged steps in a row without a step of an optimizer that does step between them are no accident.
+# An optimizer that steps, but in none of so many logged steps in a row, never steps in a logged one.
 MISSED_IN_A_ROW = 3
 
 
-class OptimizerRound:
-    """Which optimizer's step ends a training step, when one model has several optimizers.
+def parameter_ids(optimizer: Optimizer) -> frozenset[int]:
+    """Returns the ids of the optimizer's parameters, which it keeps alive."""
+    return frozenset(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
 
-    A step is over when every optimizer that took part in the last one has stepped again. One first seen
-    right after that belongs to the step just ended, and is waited for from then on; one that comes round
-    a second time shows that the others are not coming; one that takes over another's parameters replaces it.
-    One that was waited for in vain, such as the actor's of TD3, is not waited for again, until it has stepped in two
-    rounds in a row: what it does belongs to the step that is open then.
+
+class OptimizerRound:
+    """Decides which optimizer's step ends a training step. Optimizers are known by a number (`key`).
+
+    A training step (a round) is over when every optimizer that stepped in the round before has stepped again. These
+    optimizers are the members of the round.
+
+    * An optimizer that steps for the first time right after the end of a round belongs to that round. It is a member
+      from then on.
+    * If a member steps a second time, the round had ended before: the other members are not coming.
+    * An optimizer that updates parameters of a member replaces it.
+    * A member that did not come, such as the actor's optimizer in TD3, is an infrequent one, and no member, until it
+      has stepped in two rounds in a row. Its steps belong to the round that is running.
     """
 
     def __init__(self) -> None:
         self._members: dict[int, frozenset[int]] = {}
         self._stepped: set[int] = set()
-        self._kept: set[int] = set()
+        self._skipped: set[int] = set()
         self._rounds = 0
         self._last_round: dict[int, int] = {}
-        self._seldom: set[int] = set()
+        self._infrequent: set[int] = set()
 
-    def meets(self, key: int, parameters: frozenset[int]) -> None:
-        """Tells of an optimizer about to step, and of the parameters it steps."""
-        self._leave_out(lambda other, theirs: other != key and bool(theirs & parameters))
-
-    def knows(self, key: int) -> bool:
+    def is_member(self, key: int) -> bool:
         return key in self._members
 
-    def keep(self, alive: set[int]) -> None:
-        """Forgets the optimizers that are gone."""
-        self._leave_out(lambda key, _: key not in alive)
+    def replace_owners(self, key: int, parameters: frozenset[int]) -> None:
+        """Removes the members that share parameters with this optimizer, which is about to step."""
+        self._remove(lambda other, theirs: other != key and bool(theirs & parameters))
 
-    def forget_those_without(self, parameters: frozenset[int]) -> None:
-        """Of the model's parameters as they are now, some optimizers may step none any more."""
-        self._leave_out(lambda _, theirs: not theirs & parameters)
+    def keep_only(self, alive: set[int], parameters: frozenset[int]) -> None:
+        """Removes members that were garbage-collected (not in `alive`), or that have none of the `parameters`."""
+        self._remove(lambda key, theirs: key not in alive or not theirs & parameters)
 
-    def _leave_out(self, gone: Callable[[int, frozenset[int]], bool]) -> None:
-        for other, theirs in list(self._members.items()):
-            if gone(other, theirs):
-                del self._members[other]
-                self._stepped.discard(other)
+    def _remove(self, is_gone: Callable[[int, frozenset[int]], bool]) -> None:
+        for key in [key for key, parameters in self._members.items() if is_gone(key, parameters)]:
+            del self._members[key]
+            self._stepped.discard(key)
 
     def is_late(self, key: int) -> bool:
-        """Whether this optimizer belongs to the step that has just ended."""
+        """Whether this optimizer's step belongs to the round that has just ended."""
         return bool(self._members) and not self._stepped and key not in self._members
 
-    def comes_again(self, key: int) -> bool:
-        """Whether the open step ended before this optimizer's step began."""
+    def is_infrequent(self, key: int) -> bool:
+        """Whether this optimizer steps, but not in every round."""
+        return key in self._infrequent and self._rounds - self._last_round.get(key, -1) > 1
+
+    def ended_before(self, key: int) -> bool:
+        """Whether this optimizer, which is about to step, has stepped in the round already. If so, a round begins."""
         if key not in self._stepped:
             return False
-        self._seldom |= self._members.keys() - self._stepped
+        self._infrequent |= self._members.keys() - self._stepped
         self._members = {member: self._members[member] for member in self._stepped}
         self._stepped = set()
         self._rounds += 1
         return True
 
-    def is_seldom(self, key: int) -> bool:
-        """Whether this optimizer steps, but not in every round."""
-        return key in self._seldom and self._rounds - self._last_round.get(key, -1) > 1
-
-    def steps(self, key: int, parameters: frozenset[int]) -> None:
-        """Tells of a step that cannot be the last of the training step."""
-        self._members[key] = parameters
-        self._stepped.add(key)
-
-    def starts_over(self) -> None:
-        self._stepped, self._kept = set(), set()
-        self._rounds += 1
-
-    def is_kept(self, key: int) -> None:
-        """Tells of an optimizer that a scaler kept from stepping: it is not waited for."""
-        self._kept.add(key)
-
-    @property
-    def is_over(self) -> bool:
-        return self._stepped | self._kept >= self._members.keys()
-
-    @property
-    def has_stepped(self) -> bool:
-        return bool(self._stepped)
-
-    def ends(self, key: int, parameters: frozenset[int]) -> bool:
-        """Whether this optimizer's step has ended the training step."""
-        self.meets(key, parameters)  # others may have stepped since it began, in other threads
-        late, seldom = self.is_late(key), self.is_seldom(key)
+    def ended_after(self, key: int, parameters: frozenset[int]) -> bool:
+        """Whether the step that this optimizer has just made was the last of the round. If so, a round begins."""
+        self.replace_owners(key, parameters)  # other threads may have stepped since its step began
+        is_late, is_infrequent = self.is_late(key), self.is_infrequent(key)
         self._last_round[key] = self._rounds
-        if late and seldom:
+        if is_late and is_infrequent:
             return False
-        self._seldom.discard(key)
+        self._infrequent.discard(key)
         self._members[key] = parameters
-        if late:
+        if is_late:
             return False
         self._stepped.add(key)
         if self.is_over:
-            self.starts_over()
+            self.restart()
             return True
         return False
 
+    def add_step(self, key: int, parameters: frozenset[int]) -> None:
+        """Adds a step that cannot be the last of the round."""
+        self._members[key] = parameters
+        self._stepped.add(key)
+
+    def add_skipped(self, key: int) -> None:
+        """Adds an optimizer whose step a GradScaler has skipped. The round does not wait for it."""
+        self._skipped.add(key)
+
+    @property
+    def is_over(self) -> bool:
+        return self._stepped | self._skipped >= self._members.keys()
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether any optimizer has stepped in the round."""
+        return bool(self._stepped)
+
+    def restart(self) -> None:
+        """Begins the next round."""
+        self._stepped, self._skipped = set(), set()
+        self._rounds += 1
+
 
 class GroupNumbers:
-    """What parameter groups without a name are called: numbered through all optimizers, in the order they are met.
+    """Numbers for parameter groups without a name, unique over all optimizers of the model.
 
-    A group keeps its number, however often its optimizer steps and whichever others do. An optimizer that takes over
-    parameters of another one, which has not stepped in the same step, gets the numbers of that one.
+    Groups are numbered in the order in which they first step, and keep their number. If an optimizer updates parameters
+    of another one that has not stepped in the same step, it replaces that one and gets its numbers.
     """
 
     def __init__(self) -> None:
@@ -123,11 +129,11 @@ class GroupNumbers:
         self._in_step.clear()
 
     def of(self, optimizer: Optimizer) -> list[object]:
-        """For each of its groups: its own name, or else its number."""
+        """Returns the name of each parameter group, or else its number."""
         if optimizer not in self._numbers:
-            parameters = _parameters(optimizer)
+            parameters = parameter_ids(optimizer)
             for other in [other for other in self._numbers if other not in self._in_step]:
-                if parameters & _parameters(other):
+                if parameters & parameter_ids(other):
                     del self._numbers[other]
         self._in_step.add(optimizer)
         numbers = self._numbers.setdefault(optimizer, [])
@@ -137,13 +143,8 @@ class GroupNumbers:
         return [group.get("name", i) for group, i in zip(optimizer.param_groups, numbers, strict=False)]
 
 
-def _parameters(optimizer: Optimizer) -> set[int]:
-    """By address: the optimizer keeps them alive."""
-    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-
-
-class SeldomSteps:
-    """Optimizers that step less often than others of the model: whether logged steps show what they do."""
+class UnloggedOptimizers:
+    """Finds infrequent optimizers that never step in a logged step."""
 
     def __init__(self) -> None:
         self._missed: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
@@ -157,7 +158,7 @@ class SeldomSteps:
             self._between.add(optimizer)
 
     def logged_step_ended(self) -> list[Optimizer]:
-        """Those whose steps are found to fall between the logged ones."""
+        """Returns the optimizers that have stepped between the last logged steps, and in none of them."""
         for optimizer in self._between:
             self._missed[optimizer] = self._missed.get(optimizer, 0) + 1
         self._between.clear()

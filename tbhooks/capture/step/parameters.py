@@ -1,7 +1,7 @@
-"""Weights, their gradients and their updates, read around the optimizer's step.
+"""Weights, weight gradients and updates, read before and after the optimizer's step.
 
-Only what the optimizer really used counts: weights before the step, gradients after clipping and
-unscaling, updates as the difference it made. Registers no hook; the clock calls.
+Weights are read before the step, gradients as the optimizer uses them (clipped and unscaled), and updates as the
+difference between the weights after and before it. The capture session calls this module; it registers no hook.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 from tbhooks.capture import selection, sharded_tensors
 from tbhooks.capture.recorder import NO_SITE, Recorder, Wanted, can_be_one_of_many
 from tbhooks.capture.step.grad_norm import total_norm
-from tbhooks.capture.step.optimizer_round import GroupNumbers
-from tbhooks.capture.step.weight_snapshots import Copies
+from tbhooks.capture.step.optimizer_round import GroupNumbers, parameter_ids
+from tbhooks.capture.step.weight_snapshots import WeightSnapshots
 from tbhooks.data.frame import MISSING_GRADIENT, RAW_GRADIENT_NORM, Site
 from tbhooks.data.self_report import Report
 from tbhooks.reduction import batched
@@ -29,25 +29,27 @@ from tbhooks.reduction.torch_rows import describe, has_no_data
 
 
 @dataclass(frozen=True, slots=True)
-class _Mark:
-    """A gradient as it was when a backward pass began. Holds no tensor."""
+class _GradientVersion:
+    """Identifies a gradient and its contents when a backward pass began, without keeping the tensor alive."""
 
     gradient: weakref.ref[Tensor]
     version: int
 
-    def is_still(self, gradient: Tensor) -> bool:
+    def is_current(self, gradient: Tensor) -> bool:
         return self.gradient() is gradient and gradient._version == self.version
 
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
+    """Tensors that are reduced or copied together."""
+
     by_kernel: list[Wanted] = field(default_factory=list)
     small: list[batched.Wanted] = field(default_factory=list)
     clones: dict[int, Tensor] = field(default_factory=dict)
 
 
 class ParameterReader:
-    """Reads the watched parameters of one model, once each in a logged step."""
+    """Reads the selected parameters of one model, each once per logged step. `key` is the id of a parameter."""
 
     def __init__(
         self, model: nn.Module, selector: selection.Selector, recorder: Recorder, groups: GroupNumbers, report: Report
@@ -57,80 +59,82 @@ class ParameterReader:
         self._recorder = recorder
         self._groups = groups
         self._report = report
-        self._before = Copies()
+        self._snapshots = WeightSnapshots()
         self._sites: dict[tuple[str, str], int] = {}
-        self.forget()
+        self.clear()
 
-    def forget(self) -> None:
-        """Lets go of every tensor; the next step looks the parameters up anew, as some may be replaced."""
+    def clear(self) -> None:
+        """Drops every tensor. The next step finds the parameters again, because some may have been replaced."""
         self._paths: dict[int, str] = {}
         self._tensors: dict[int, nn.Parameter] = {}
         self._read: set[int] = set()
         self._read_gradients: set[int] = set()
         self._without_gradient: set[int] = set()
-        self._before.forget()
-        self._marks: dict[int, _Mark] = {}
-        # What a scaler has multiplied a parameter's gradient by, and not yet divided it by.
+        self._snapshots.clear()
+        self._versions: dict[int, _GradientVersion] = {}
+        # The loss scale that a parameter's gradient still has to be divided by.
         self._scales: dict[int, Tensor] = {}
 
     def release(self) -> None:
-        """Lets go of everything."""
-        self.forget()
-        self._before.release()
+        """Drops every tensor and frees the memory for copies of weights."""
+        self.clear()
+        self._snapshots.release()
 
-    def owned(self, optimizer: Optimizer) -> frozenset[int]:
-        """Which parameters of this model the optimizer steps, by id."""
-        return self.now().intersection(id(p) for group in optimizer.param_groups for p in group["params"])
+    def owned_by(self, optimizer: Optimizer) -> frozenset[int]:
+        """Returns the ids of the model's parameters that the optimizer updates."""
+        return self.ids() & parameter_ids(optimizer)
 
-    def now(self) -> frozenset[int]:
-        """The parameters the model has now, by id."""
+    def ids(self) -> frozenset[int]:
+        """Returns the ids of the parameters that the model has now."""
         model = self._model()
         return frozenset() if model is None else frozenset(id(parameter) for parameter in model.parameters())
 
     def backward_begins(self) -> None:
-        """To tell afterwards which gradients it has added to: another model's backward leaves these as they are."""
-        if self._recorder.wants("weight_gradient") and self._shows_its_parameters():
-            self._look_up()
-            gradients = {key: parameter.grad for key, parameter in self._tensors.items()}
-            self._marks = {key: _Mark(weakref.ref(g), g._version) for key, g in gradients.items() if g is not None}
+        """Notes the version of each gradient, so that `backward_ended` knows which ones this backward has changed. A
+        backward of another model changes none of them.
+        """
+        if self._recorder.wants("weight_gradient") and self._is_readable_in_backward():
+            self._find_parameters()
+            self._versions = {key: _GradientVersion(weakref.ref(g), g._version) for key, g in self._gradients().items()}
 
     def backward_ended(self, scale: Tensor | None) -> None:
-        """The norm before anything clips or unscales; `scale` is what the gradients carry."""
-        if not self._recorder.wants("weight_gradient") or not self._shows_its_parameters():
+        """Records the norm of all gradients, before clipping. `scale` is the loss scale they are multiplied by."""
+        if not self._recorder.wants("weight_gradient") or not self._is_readable_in_backward():
             return
-        self._look_up()
-        gradients = {key: p.grad for key, p in self._tensors.items() if p.grad is not None}
-        added = [key for key, g in gradients.items() if key not in self._marks or not self._marks[key].is_still(g)]
-        if not added:
+        self._find_parameters()
+        gradients, versions = self._gradients(), self._versions
+        changed = [key for key, g in gradients.items() if key not in versions or not versions[key].is_current(g)]
+        if not changed:
             return
-        for key in added:
+        for key in changed:
             self._scales.pop(key, None)
             if scale is not None:
-                self._scales[key] = scale.clone()  # the scaler changes its own in place
+                self._scales[key] = scale.clone()  # the GradScaler changes its own tensor in place
         with torch.no_grad():
             norm = total_norm(list(gradients.values()))
             self._recorder.scalar(RAW_GRADIENT_NORM, norm if scale is None else norm / scale.to(norm.device))
 
-    def _shows_its_parameters(self) -> bool:
-        """In the middle of a pass, too."""
+    def _gradients(self) -> dict[int, Tensor]:
+        return {key: p.grad for key, p in self._tensors.items() if p.grad is not None}
+
+    def _is_readable_in_backward(self) -> bool:
         model = self._model()
         return model is not None and not sharded_tensors.is_gathered_to_run(model)
 
-    def unscaled(self, optimizer: Optimizer) -> None:
-        """A scaler has divided its gradients."""
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                self._scales.pop(id(parameter), None)
+    def gradients_unscaled(self, optimizer: Optimizer) -> None:
+        """A GradScaler has divided the optimizer's gradients by the loss scale."""
+        for key in parameter_ids(optimizer):
+            self._scales.pop(key, None)
 
-    def before(self, optimizer: Optimizer, has_closure: bool) -> None:
-        """Weights, and the gradients the step will use; with a closure those are made inside the step."""
+    def before_optimizer(self, optimizer: Optimizer, has_closure: bool) -> None:
+        """Reads weights and gradients before the step. A closure computes the gradients inside the step."""
         with self._report.guarded("reading parameters"), torch.no_grad():
             self._log_learning_rates(optimizer)
-            # A fused optimizer is handed scaled gradients and divides them itself.
+            # A fused optimizer gets scaled gradients and divides them itself.
             scale = getattr(optimizer, "grad_scale", None)
             with self._batch() as batch:
-                for key in self._stepped_by(optimizer):
-                    self._read_weight(key, batch, keep=self._recorder.wants("update"))
+                for key in self._keys(optimizer):
+                    self._read_weight(key, batch, copies=self._recorder.wants("update"))
                     if not has_closure:
                         self._read_gradient(key, batch, scale)
 
@@ -139,21 +143,21 @@ class ParameterReader:
             if isinstance(group.get("lr"), Tensor | float | int):
                 self._recorder.scalar(f"train.lr/{name}", group["lr"])
 
-    def after(self, optimizer: Optimizer, has_closure: bool) -> None:
-        """What the step changed."""
+    def after_optimizer(self, optimizer: Optimizer, has_closure: bool) -> None:
+        """Reads the updates, and the gradients if a closure has computed them."""
         with self._report.guarded("reading updates"), torch.no_grad(), self._batch() as batch:
-            for key in self._stepped_by(optimizer):
+            for key in self._keys(optimizer):
                 if has_closure:
                     self._read_gradient(key, batch, None)
-                if key in self._before:
+                if key in self._snapshots:
                     self._read_update(key, batch)
 
-    def rest(self) -> None:
-        """Parameters no optimizer stepped: frozen, left out, or updated by hand."""
+    def read_remaining(self) -> None:
+        """Reads the parameters that no optimizer has stepped: frozen, in no optimizer, or updated by hand."""
         with self._report.guarded("reading parameters"), torch.no_grad(), self._batch() as batch:
-            self._look_up()
+            self._find_parameters()
             for key in [key for key in self._paths if key not in self._read]:
-                self._read_weight(key, batch, keep=False)
+                self._read_weight(key, batch, copies=False)
                 if self._tensors[key].grad is not None:
                     self._read_gradient(key, batch, self._scales.get(key))
             for key in self._without_gradient - self._read_gradients:
@@ -161,24 +165,24 @@ class ParameterReader:
 
     @contextlib.contextmanager
     def _batch(self) -> Iterator[_Batch]:
-        """What is put into it is read together in the end, and before anything else can change it."""
+        """Gives a batch to fill, and reads all of it together at the end of the block."""
         batch = _Batch()
         try:
             yield batch
         finally:
             if self._recorder.record_all(batch.by_kernel):
-                self._before.written()
+                self._snapshots.commit()
             self._recorder.record_together(batch.small)
-            self._before.clone(batch.clones)
+            self._snapshots.clone(batch.clones)
 
-    def _stepped_by(self, optimizer: Optimizer) -> Iterator[int]:
-        self._look_up()
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if id(parameter) in self._paths:
-                    yield id(parameter)
+    def _keys(self, optimizer: Optimizer) -> list[int]:
+        """Returns the selected parameters of the optimizer, in its order."""
+        self._find_parameters()
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        return [id(parameter) for parameter in parameters if id(parameter) in self._paths]
 
-    def _look_up(self) -> None:
+    def _find_parameters(self) -> None:
+        """Finds the selected parameters of the model, once per step."""
         model = self._model()
         if self._paths or model is None:
             return
@@ -194,10 +198,10 @@ class ParameterReader:
                     self._recorder.shards[Site(path, kind)] = sharded_tensors.shard_index(parameter)
         if self._recorder.wants("update"):
             local = ((key, self._weight(key)) for key in self._tensors)
-            self._before.make_room((key, weight) for key, weight in local if can_be_one_of_many(weight))
+            self._snapshots.reserve((key, weight) for key, weight in local if can_be_one_of_many(weight))
 
     def _weight(self, key: int) -> Tensor:
-        """What of it is on this rank."""
+        """Returns the parameter, or the part of it that this rank holds."""
         parameter = self._tensors[key]
         local = sharded_tensors.local_tensor(parameter)
         return parameter if local is None else local
@@ -208,30 +212,30 @@ class ParameterReader:
             self._sites[name] = self._recorder.number(Site(*name))
         return self._sites[name]
 
-    def _read_weight(self, key: int, batch: _Batch, keep: bool) -> None:
-        """`keep`: and keeps a copy of it, to tell the update from."""
+    def _read_weight(self, key: int, batch: _Batch, copies: bool) -> None:
+        """Reads a weight and, with `copies`, copies it, so that the update can be computed after the step."""
         parameter, site = self._weight(key), self._site(key, "weight")
-        fresh = key not in self._read and site != NO_SITE
+        is_unread = key not in self._read and site != NO_SITE
         self._read.add(key)
-        if fresh and can_be_one_of_many(parameter):
-            copy = self._before.place(key, parameter) if keep else NULL
-            batch.by_kernel.append((site, parameter, copy or NULL, NULL))
-            fresh, keep = False, copy is None
-        if keep:
+        if is_unread and can_be_one_of_many(parameter):
+            slot = self._snapshots.slot(key, parameter) if copies else NULL
+            batch.by_kernel.append((site, parameter, slot or NULL, NULL))
+            is_unread, copies = False, slot is None
+        if copies:
             batch.clones[key] = parameter
-        if fresh and batched.fits(parameter):
+        if is_unread and batched.fits(parameter):
             batch.small.append((site, parameter, None, None))
-        elif fresh and self._recorder.record(site, parameter) is None:
+        elif is_unread and self._recorder.record(site, parameter) is None:
             why = f"{describe(parameter)}: only real numbers have statistics"
             self._report.mark_unseen(f"weight/{self._paths[key]}", why)
 
     def _read_update(self, key: int, batch: _Batch) -> None:
         site, parameter = self._site(key, "update"), self._weight(key)
-        copy = self._before.take_place(key, parameter) if can_be_one_of_many(parameter) else None
-        if copy is not None:
-            batch.by_kernel.append((site, parameter, NULL, copy))
+        slot = self._snapshots.take_slot(key, parameter) if can_be_one_of_many(parameter) else None
+        if slot is not None:
+            batch.by_kernel.append((site, parameter, NULL, slot))
             return
-        before = self._before.take(key)
+        before = self._snapshots.take(key)
         if before is not None and batched.fits(parameter):
             batch.small.append((site, parameter, before, None))
         elif before is not None:
@@ -241,22 +245,21 @@ class ParameterReader:
         site, gradient = self._site(key, "weight_gradient"), self._tensors[key].grad
         if site == NO_SITE or key in self._read_gradients:
             return
+        name = f"weight_gradient/{self._paths[key]}"
         if gradient is None:
             if self._tensors[key].requires_grad:
                 self._without_gradient.add(key)
-                self._report.mark_unseen(f"weight_gradient/{self._paths[key]}", "no gradient reached it")
+                self._report.mark_unseen(name, "no gradient reached it")
             return
         if self._report.unseen:
-            self._report.mark_seen(f"weight_gradient/{self._paths[key]}")
+            self._report.mark_seen(name)
         self._read_gradients.add(key)
         local = sharded_tensors.local_tensor(gradient)
         if local is None:
-            self._report.mark_unseen(f"weight_gradient/{self._paths[key]}", describe(gradient))
-            return
-        gradient = local
-        if scale is None and can_be_one_of_many(gradient):
-            batch.by_kernel.append((site, gradient, NULL, NULL))
-        elif batched.fits(gradient):
-            batch.small.append((site, gradient, None, scale))
+            self._report.mark_unseen(name, describe(gradient))
+        elif scale is None and can_be_one_of_many(local):
+            batch.by_kernel.append((site, local, NULL, NULL))
+        elif batched.fits(local):
+            batch.small.append((site, local, None, scale))
         else:
-            self._recorder.record(site, gradient, scale)
+            self._recorder.record(site, local, scale)

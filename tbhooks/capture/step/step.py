@@ -1,10 +1,10 @@
-"""One training step and the states it goes through. Read this first to know where in a step a watch is.
+"""One training step and its states. Read this first to understand the capture session.
 
-The clock (clock.py) says when a step ends. There is always one open step, and at most one that has ended and is not
-submitted yet. A step goes through these states, in this order:
+The clock (clock.py) decides when a step ends. There is always one open step, and at most one that has ended and is not
+submitted yet. A step has these states, in this order:
 
-    OPEN        The step is running. If it is a logged one, hooks and the optimizer's step are read into the recorder.
-    CLOSED      The step has ended, and nothing more is read. Its records are still in the recorder.
+    OPEN        The step is running. If it is a logged one, hooks write to the recorder.
+    CLOSED      The step has ended, and hooks write nothing more. Its records are still in the recorder.
     PACKED      The one copy to the host has been started. The recorder is free for the next step.
     SUBMITTED   The background thread has the step.
     ABANDONED   There is nothing to write: the step is not a logged one, or is empty, or another rank writes it.
@@ -15,8 +15,8 @@ that a GradScaler skips), or until a flush, a pause or close(). Until then the u
 a copy: if the user has logged such a scalar after the end of a step before, or if running means are due, the step stays
 CLOSED as long as it is held back, so that they are in its one copy.
 
-Only when a step is packed may the next one use the recorder. So no order of events can lose a step or give its records
-to another one. Where ranks are merged steps are not held back, because other ranks wait for them.
+The next step may use the recorder only after this one is packed. So no order of events can lose a step or mix its
+records with those of another one. If ranks are merged, steps are not held back, because other ranks wait for them.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class Step:
     is_logged: bool = False
     state: State = State.OPEN
     label: int = -1
-    """What the step is called in the log; known when it has ended."""
+    """The step number that is written; known when the step has ended."""
     tags: set[str] = field(default_factory=set)
-    """The scalars it has. Another value of the same tag belongs to the next step."""
+    """The tags of its scalars. Another value of the same tag belongs to the next step."""
     early: dict[str, Tensor | float] = field(default_factory=dict)
-    """Scalars that were logged to it while the step before it still held the recorder."""
+    """Scalars that were logged to it while the step before it still used the recorder."""
     was_skipped: bool = False
     """A GradScaler has skipped the optimizer: until the next forward, scalars belong to no step."""
     takes_late_scalars: bool = True
@@ -102,6 +102,6 @@ class Step:
         return self._packed
 
     def submitted(self) -> None:
-        """The background thread has it now."""
+        """The background thread has the step now."""
         assert self.is_packed
         self._packed, self.state = None, State.SUBMITTED

@@ -1,7 +1,7 @@
-"""Weights as they were before an optimizer's step, to tell afterwards what it changed.
+"""Copies of weights from before the optimizer's step; the update is the difference to the weights after it.
 
-On a CPU they lie in one block that is kept from one logged step to the next: fresh memory costs more to get
-than to fill. On devices, whose allocators keep memory anyway, they are clones. Nothing here reads a number.
+Copies of CPU weights are in one block of memory that is reused by the next logged step: allocating memory takes longer
+than filling it. Copies on devices are clones, because device allocators reuse memory themselves.
 """
 
 from __future__ import annotations
@@ -13,81 +13,86 @@ from torch import Tensor
 
 from tbhooks.reduction.cpu import Address
 
-# Of a cache line, and of the widest vectors there are.
-_ALIGNED = 64
+# The size of a cache line, and of the widest vector registers.
+_ALIGNMENT = 64
+
+_Slot = tuple[int, torch.dtype, torch.Size]  # the offset in the block, and what is stored there
 
 
-class Copies:
-    """By the id of the parameter. A place is given out first and filled by whoever reads the parameter."""
+class WeightSnapshots:
+    """One copy per parameter, by the id of the parameter.
+
+    The caller asks for the address of a `slot`, writes the copy there while it reads the parameter, and calls `commit`.
+    """
 
     def __init__(self) -> None:
         self._block: Tensor | None = None
-        self._room: dict[int, tuple[int, int]] = {}
-        self._given: dict[int, tuple[int, torch.dtype, torch.Size]] = {}
-        self._places: dict[int, tuple[int, torch.dtype, torch.Size]] = {}
+        self._reserved: dict[int, tuple[int, int]] = {}
+        self._uncommitted: dict[int, _Slot] = {}
+        self._slots: dict[int, _Slot] = {}
         self._clones: dict[int, Tensor] = {}
 
-    def make_room(self, parameters: Iterable[tuple[int, Tensor]]) -> None:
-        """For CPU parameters that may be copied in a step."""
-        self.forget()
+    def reserve(self, parameters: Iterable[tuple[int, Tensor]]) -> None:
+        """Reserves memory for the CPU parameters that may be copied in this step."""
+        self.clear()
         used = 0
         for key, parameter in parameters:
-            self._room[key] = used, parameter.nbytes
-            used += -(-parameter.nbytes // _ALIGNED) * _ALIGNED
+            self._reserved[key] = used, parameter.nbytes
+            used += -(-parameter.nbytes // _ALIGNMENT) * _ALIGNMENT
         if used == 0:
             self._block = None
         elif self._block is None or len(self._block) < used:
-            self._block = None  # first the old one goes
+            self._block = None  # frees the old block before the new one is allocated
             with torch.inference_mode(False):
                 self._block = torch.empty(used, dtype=torch.uint8, device="cpu")
 
-    def place(self, key: int, parameter: Tensor) -> Address | None:
-        """Where the copy is to be written; None if there is no room of that size."""
-        start, size = self._room.get(key, (0, -1))
+    def slot(self, key: int, parameter: Tensor) -> Address | None:
+        """Returns where the copy is to be written, or None if no memory of this size is reserved."""
+        start, size = self._reserved.get(key, (0, -1))
         if self._block is None or size != parameter.nbytes:
             return None
-        self._given[key] = start, parameter.dtype, parameter.shape
+        self._uncommitted[key] = start, parameter.dtype, parameter.shape
         return self._block.data_ptr() + start
 
-    def written(self) -> None:
-        """Every place that was given out since the last time holds its copy now."""
-        self._places |= self._given
-        self._given = {}
+    def commit(self) -> None:
+        """To be called when every slot that was returned since the last call has been written."""
+        self._slots |= self._uncommitted
+        self._uncommitted = {}
 
     def clone(self, parameters: Mapping[int, Tensor]) -> None:
-        """Copies parameters that cannot be copied while they are read; all of a device together."""
+        """Clones parameters that have no slot, in one call per device."""
         for key in parameters:
-            self._places.pop(key, None)
+            self._slots.pop(key, None)
         originals = {key: parameter.detach() for key, parameter in parameters.items()}
         try:
             clones = {key: torch.empty_like(original) for key, original in originals.items()}
             if clones:
                 torch._foreach_copy_(list(clones.values()), list(originals.values()))
-        except (RuntimeError, TypeError, NotImplementedError):  # not every type of tensor does that to many
+        except (RuntimeError, TypeError, NotImplementedError):  # some tensor subclasses have no foreach operations
             clones = {key: original.clone() for key, original in originals.items()}
         self._clones |= clones
 
-    def take_place(self, key: int, parameter: Tensor) -> Address | None:
-        """Where the copy lies, if it was placed and the parameter is still of its type and shape. Once."""
-        if self._block is None or self._places.get(key, ())[1:] != (parameter.dtype, parameter.shape):
+    def take_slot(self, key: int, parameter: Tensor) -> Address | None:
+        """Returns the address of a committed copy, once; None if there is none of this dtype and shape."""
+        if self._block is None or self._slots.get(key, ())[1:] != (parameter.dtype, parameter.shape):
             return None
-        return self._block.data_ptr() + self._places.pop(key)[0]
+        return self._block.data_ptr() + self._slots.pop(key)[0]
 
     def take(self, key: int) -> Tensor | None:
-        """The copy as a tensor. Once."""
-        if key not in self._places or self._block is None:
+        """Returns the copy as a tensor, once; None if there is none."""
+        if key not in self._slots or self._block is None:
             return self._clones.pop(key, None)
-        start, dtype, shape = self._places.pop(key)
+        start, dtype, shape = self._slots.pop(key)
         return self._block[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
 
     def __contains__(self, key: int) -> bool:
-        return key in self._places or key in self._clones
+        return key in self._slots or key in self._clones
 
-    def forget(self) -> None:
-        """Lets go of every clone; the block stays."""
-        self._room, self._given, self._places, self._clones = {}, {}, {}, {}
+    def clear(self) -> None:
+        """Drops all copies. The block is kept for the next step."""
+        self._reserved, self._uncommitted, self._slots, self._clones = {}, {}, {}, {}
 
     def release(self) -> None:
-        """Lets go of the block too."""
-        self.forget()
+        """Drops all copies and frees the block."""
+        self.clear()
         self._block = None

@@ -1,9 +1,9 @@
-"""`tbhooks bench`: what watching costs on this machine, with the model that is to be watched.
+"""`tbhooks bench`: measures the overhead of monitoring on this machine, with a given model.
 
 >>> from torch import nn
 >>> import torch
->>> from tbhooks import bench
->>> workload = bench.of((nn.Linear(8, 8), torch.randn(4, 8)), torch.device("cpu"))
+>>> from tbhooks.cli import bench
+>>> workload = bench.make_workload((nn.Linear(8, 8), torch.randn(4, 8)), torch.device("cpu"))
 >>> result = bench.measure(workload, every=100, steps=5)
 >>> sorted(result.timings)
 ['bare', 'logged, histograms', 'logged, scalars', 'watched, not logged']
@@ -11,7 +11,7 @@
 
 from tbhooks.cli.bench.report import advice, text
 from tbhooks.cli.bench.runner import BARE, HISTOGRAMS, SCALARS, UNLOGGED, Result, measure
-from tbhooks.cli.bench.workload import Workload, device_named, load, of
+from tbhooks.cli.bench.workload import Workload, device_named, load, make_workload
 
 __all__ = [
     "BARE",
@@ -23,7 +23,7 @@ __all__ = [
     "advice",
     "device_named",
     "load",
+    "make_workload",
     "measure",
-    "of",
     "text",
 ]

@@ -1,8 +1,4 @@
-"""What can be counted instead of timed: bytes at the peak, copies to the host, waits for the device.
-
-Each count is of something that runs; which something is the caller's business. The CUDA parts are few lines each,
-as they can be tried only where there is such a device.
-"""
+"""Counts and timers: peak bytes, device-to-host copies, synchronizations with the device, CUDA events."""
 
 from __future__ import annotations
 
@@ -16,7 +12,7 @@ Run = Callable[[], object]
 
 
 class CudaTimer:
-    """For models on a CUDA device: events in its stream, so nothing is counted that it did not wait for."""
+    """Times work on a CUDA device by events in its stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -37,7 +33,7 @@ class CudaTimer:
 
 
 def peak_bytes(run: Run, device: torch.device) -> int:
-    """The most that torch's allocator gave out at once while it ran, beside what was held before."""
+    """The peak memory of torch's allocator during `run`, above what was allocated before."""
     return _peak_on_cuda(run, device) if device.type == "cuda" else _peak_on_host(run)
 
 
@@ -59,8 +55,8 @@ def _peak_on_host(run: Run) -> int:
 
 
 def host_allocations(run: Run) -> list[int]:
-    """Bytes of every allocation, and less than 0 of every release, in order: exact, and the same every time."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would tell on stderr that it starts and stops
+    """The bytes of every allocation in order; releases are negative. The result is exact and reproducible."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # keeps it from writing to stderr
     with torch.autograd.profiler.profile(profile_memory=True, acc_events=True) as profiler:
         run()
     assert profiler.kineto_results is not None
@@ -69,7 +65,7 @@ def host_allocations(run: Run) -> list[int]:
 
 
 def copies_from_cuda(run: Run) -> int:
-    """How many copies from the device to the host ran."""
+    """The number of device-to-host copies during `run`."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         run()
@@ -78,13 +74,13 @@ def copies_from_cuda(run: Run) -> int:
 
 
 def copies_among(names: list[str]) -> int:
-    """Device-to-host copies among the names of what a CUDA device did."""
+    """The number of device-to-host copies among the names of profiler events."""
     return sum(name.startswith("Memcpy DtoH") for name in names)
 
 
 @contextlib.contextmanager
 def no_waiting_for_cuda() -> Iterator[None]:
-    """Whatever makes the host wait for the device raises inside."""
+    """Inside, every synchronization with the device raises RuntimeError."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -97,19 +93,19 @@ Forbidding = Callable[[], contextlib.AbstractContextManager[object]]
 
 
 def waits(run_bare: Run, run_watched: Run, errors: Callable[[], int], forbidding: Forbidding) -> str:
-    """Whether a watched step waits for the device: "passed", or what is wrong.
+    """Whether a watched step synchronizes with the device: "passed", or what failed.
 
-    A watch keeps its own exceptions from training and counts them; `errors` is that count.
+    A watch catches its own exceptions and counts them; `errors` returns that count.
     """
     try:
         with forbidding():
             run_bare()
     except RuntimeError as problem:
-        return f"cannot be told: the model waits for the device itself ({str(problem).splitlines()[0]})"
+        return f"unknown: the model itself synchronizes with the device ({str(problem).splitlines()[0]})"
     known = errors()
     try:
         with forbidding():
             run_watched()
     except RuntimeError as problem:
         return f"failed: {str(problem).splitlines()[0]}"
-    return "passed" if errors() == known else "failed: a hook waited for the device"
+    return "passed" if errors() == known else "failed: a hook synchronized with the device"

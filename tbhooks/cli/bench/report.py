@@ -1,6 +1,6 @@
-"""A measurement as text: a table, what was counted, and one line of advice. Numbers in, strings out.
+"""A measurement as text: a table, counts, and one line of advice.
 
-A difference smaller than its spread is called noise, and never a cost or a gain.
+A difference smaller than its spread is called noise, never a cost or a gain.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from tbhooks.cli.bench.runner import BARE, HISTOGRAMS, LOGGED, UNLOGGED, Result
 from tbhooks.cli.bench.timing import Timing
 
-# What most people would not notice: one step in a hundred.
-BEARABLE = 0.01
+# The overhead that needs no advice: one step in a hundred.
+ACCEPTABLE = 0.01
 _KERNELS = {"C": "the C kernel", "torch": "torch operations", "Triton": "a Triton kernel"}
 
 
 def text(result: Result) -> str:
-    """Everything, for a terminal."""
+    """The whole measurement for a terminal."""
     return "\n".join([*_heading(result), "", _table(result), "", *_counted(result), "", advice(result)])
 
 
@@ -29,7 +29,7 @@ def _heading(result: Result) -> list[str]:
 
 def _table(result: Result) -> str:
     average = f"average at every={result.every}"
-    lines = [["", "ms a step", "/ bare", "middle half of rounds", average, "extra peak memory", ""]]
+    lines = [["", "ms/step", "/ bare", "middle half of rounds", average, "extra peak memory", ""]]
     lines += [_line(result, name, timed) for name, timed in result.timings.items()]
     return aligned(lines)
 
@@ -48,7 +48,7 @@ def _line(result: Result, name: str, timed: Timing) -> list[str]:
 
 
 def aligned(lines: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as they need be; the first and the last begin at their left."""
+    """Text in columns; the first and the last are aligned left, the others right."""
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     return "\n".join(
         "  ".join(
@@ -62,14 +62,14 @@ def aligned(lines: Sequence[Sequence[str]]) -> str:
 def _counted(result: Result) -> list[str]:
     timed = result.timings[HISTOGRAMS]
     each = "within the noise" if timed.is_noise else f"{result.microseconds_a_site(HISTOGRAMS):.3g} microseconds"
-    copies = "none: the model is in the host's memory" if result.copies is None else f"{result.copies}"
+    copies = "none, the model is on the CPU" if result.copies is None else f"{result.copies}"
     lines = [
         f"sites read in a logged step: {result.sites}, by {_KERNELS.get(result.kernel, result.kernel)}",
-        f"time a site with histograms: {each}",
-        f"copies from the device to the host in a logged step: {copies}",
+        f"time per site with histograms: {each}",
+        f"device-to-host copies per logged step: {copies}",
     ]
     if result.waits is not None:
-        lines.append(f"a logged step with every wait for the device forbidden: {result.waits}")
+        lines.append(f"logged step without any synchronization with the device: {result.waits}")
     lines += [
         "Times include writing to TensorBoard. Averages are computed, not measured:",
         f"(logged + {result.every - 1} x not logged) / {result.every}, where noise counts as no cost.",
@@ -78,31 +78,31 @@ def _counted(result: Result) -> list[str]:
 
 
 def advice(result: Result) -> str:
-    """One line: what it comes to, and what to change if that is much."""
+    """One line: the overhead, and what to change if it is large."""
     logged, unlogged = result.timings[HISTOGRAMS], result.timings[UNLOGGED]
     if logged.is_noise:
         at_most = max(logged.upper - 1, 0) / result.every
         return (
-            f"What a logged step costs is within the noise of this machine; at every={result.every} training is at "
-            f"most about {_percent(at_most)} slower. More --steps or a quieter machine would tell."
+            f"The cost of a logged step is within the noise of this machine; at every={result.every} training is at "
+            f"most about {_percent(at_most)} slower. More --steps or an idle machine give a better estimate."
         )
     slower = result.average(HISTOGRAMS) - 1
     if slower <= 0:
         return (
-            "The watched steps came out faster than the bare ones, which cannot be: the machine was busy. "
-            "Measure again, with more --steps."
+            "Steps with monitoring were faster than those without, so the machine was busy. "
+            "Measure again with more --steps."
         )
-    said = f"At every={result.every} training is {_percent(slower)} slower."
-    if slower <= BEARABLE:
-        return said
-    if not unlogged.is_noise and unlogged.ratio - 1 > BEARABLE:
-        return f"{said} Steps that are not logged cost {_percent(unlogged.ratio - 1)} already, which should not be."
-    enough = _round_up((logged.ratio - 1) / BEARABLE)
-    return f"{said} With every={enough} it would be about {_percent((logged.ratio - 1) / enough)}."
+    overhead = f"At every={result.every} training is {_percent(slower)} slower."
+    if slower <= ACCEPTABLE:
+        return overhead
+    if not unlogged.is_noise and unlogged.ratio - 1 > ACCEPTABLE:
+        return f"{overhead} Steps that are not logged already cost {_percent(unlogged.ratio - 1)}, which is unexpected."
+    enough = _round_up((logged.ratio - 1) / ACCEPTABLE)
+    return f"{overhead} With every={enough} it would be about {_percent((logged.ratio - 1) / enough)}."
 
 
 def _round_up(number: float) -> int:
-    """To one digit, as people choose such numbers."""
+    """Rounds up to one significant digit."""
     unit = 10.0 ** math.floor(math.log10(max(number, 1)))
     return int(math.ceil(number / unit) * unit)
 

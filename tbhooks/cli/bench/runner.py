@@ -1,6 +1,6 @@
-"""The whole measurement of one workload: plans its rounds, times them, counts what can be counted.
+"""The measurement of one workload: plans rounds, times them, and counts bytes, copies and synchronizations.
 
-Nothing is printed: whoever asks is told through two functions and gets a `Result`.
+Nothing is printed; progress goes to two callbacks.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ import torch
 
 from tbhooks.api.watch import Watch, watch
 from tbhooks.cli.bench import cuda_counters, timing
-from tbhooks.cli.bench.timing import HostTimer, Progress, Timer, Timing, Trainee, bare, watched
+from tbhooks.cli.bench.timing import HostTimer, Progress, Timer, Timing, Variant, bare, watched
 from tbhooks.cli.bench.workload import Workload
 from tbhooks.data.errors import TbhooksError, check_integer
 
 BARE, UNLOGGED, SCALARS, HISTOGRAMS = "bare", "watched, not logged", "logged, scalars", "logged, histograms"
 LOGGED: dict[str, dict[str, Any]] = {SCALARS: {"histograms": False}, HISTOGRAMS: {"histograms": 1}}
 
-# What the timed rounds may take if nobody says how many steps, and how many rounds tell anything at all.
+# How long the timed rounds may take if the number of steps is not given, and the limits of their number.
 BUDGET_S = 45.0
 FEWEST_ROUNDS, MOST_ROUNDS = 5, 60
-# A turn this long is not lost in the clock and its own beginning and end.
+# The least duration of a turn, so that the clock and the start of a turn do not matter.
 TURN_S = 0.1
 MOST_STEPS_A_TURN = 20
-# These share the wait for the last one's writing, which in training hides behind the next steps; if there is time.
+# So many steps share the wait for writing at the end of a turn, which training would overlap; if there is time.
 SHARING_STEPS, ENOUGH_ROUNDS = 3, 10
-# Counting runs some more steps under torch's profiler.
+# The counts need some more steps under torch's profiler.
 COUNTING_STEPS = 12
 
-Tell = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Result:
-    """What watching costs one model on one machine."""
+    """The overhead of monitoring one model on one machine."""
 
     model: str
     parameters: int
@@ -54,26 +54,26 @@ class Result:
     sites: int
     timings: dict[str, Timing]
     extra_bytes: dict[str, int]
-    """The most memory a logged step held beyond a bare one, by way of watching."""
+    """The extra peak memory of a logged step, by variant."""
     copies: int | None
-    """From the device to the host in a logged step; None where the device is the host."""
+    """Device-to-host copies per logged step; None on the CPU."""
     waits: str | None
-    """Whether a logged step waits for the device; None where the device is the host."""
+    """Whether a logged step synchronizes with the device; None on the CPU."""
     notes: tuple[str, ...]
 
     def average(self, name: str) -> float:
-        """Computed: one logged step and every - 1 unlogged ones, over bare ones. Noise is not counted as a cost."""
+        """The computed average of one logged step and every - 1 unlogged ones, over bare ones; noise counts as 1."""
         unlogged = self.timings[UNLOGGED]
         between = 1.0 if unlogged.is_noise else unlogged.ratio
         return (self.timings[name].ratio + (self.every - 1) * between) / self.every
 
     def microseconds_a_site(self, name: str) -> float:
-        """What a logged step takes longer, divided by what it reads."""
+        """The extra time of a logged step per site."""
         timed = self.timings[name]
         return 1e3 * (timed.ratio - 1) * self.timings[BARE].milliseconds / max(self.sites, 1)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """All fields and derived numbers as JSON values."""
         plain = dataclasses.asdict(self)
         for name, timed in self.timings.items():
             plain["timings"][name] |= {"spread": timed.spread, "within_noise": timed.is_noise}
@@ -84,7 +84,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Plan:
-    """How long a turn is, and how many there are."""
+    """The number of rounds, the steps per turn, and the expected duration."""
 
     rounds: int
     steps: int
@@ -92,7 +92,7 @@ class Plan:
 
 
 def plan(bare_s: float, round_s: float, steps: int | None) -> Plan:
-    """From about how long a bare step takes, and a step of everybody; `steps` is how many each is to be timed for."""
+    """Plans from estimates of a bare step and of a step of all variants; `steps` is the number to time per variant."""
     wanted = check_integer("steps", steps, least=FEWEST_ROUNDS) if steps is not None else None
     longest = MOST_STEPS_A_TURN if wanted is None else min(MOST_STEPS_A_TURN, wanted // FEWEST_ROUNDS)
     sharing = SHARING_STEPS if wanted is not None else int(BUDGET_S / (ENOUGH_ROUNDS * round_s))
@@ -106,19 +106,26 @@ def measure(
     workload: Workload,
     every: int = 100,
     steps: int | None = None,
-    log_once: Tell = lambda _: None,
+    log: Log = lambda _: None,
     progress: Progress = lambda _done, _of: None,
 ) -> Result:
-    """Trains a copy of the workload's model, bare and watched in turns; `tell` hears beforehand how long it takes."""
+    """Trains a copy of the workload's model in turns, bare and watched; `log` is called with the expected duration.
+
+    Raises TbhooksError if a step fails, and ArgumentError for a wrong `every` or `steps`.
+    """
     every = check_integer("every", every)
     if steps is not None:
         check_integer("steps", steps, least=FEWEST_ROUNDS)
     device = next(workload.model.parameters()).device
     timer: Timer = cuda_counters.CudaTimer(device) if device.type == "cuda" else HostTimer()
-    with _explained(workload), tempfile.TemporaryDirectory() as directory, _trainees(workload, Path(directory)) as all_:
-        guesses = {trainee.name: timing.seconds_a_step(trainee, timer) for trainee in all_.values()}
+    with (
+        _with_readable_errors(workload),
+        tempfile.TemporaryDirectory() as directory,
+        _variants(workload, Path(directory)) as all_,
+    ):
+        guesses = {variant.name: timing.seconds_a_step(variant, timer) for variant in all_.values()}
         planned = plan(guesses[BARE], sum(guesses.values()), steps)
-        log_once(
+        log(
             f"{planned.rounds} rounds of {planned.steps} steps in each of {len(all_)} ways: "
             f"about {planned.seconds:.0f} s"
         )
@@ -130,7 +137,7 @@ def measure(
             model=workload.name, parameters=workload.parameters, device=str(device), threads=torch.get_num_threads(),
             torch=torch.__version__, kernel=_kernel(watching, device), every=every, rounds=planned.rounds,
             steps_a_turn=planned.steps, sites=0 if watching.latest is None else len(watching.latest.sites),
-            timings={name: timing.compared(trainee, all_[BARE]) for name, trainee in all_.items()},
+            timings={name: timing.compared(variant, all_[BARE]) for name, variant in all_.items()},
             extra_bytes=extra_bytes(workload, device),
             copies=copies(all_[BARE], all_[HISTOGRAMS], cuda_counters.copies_from_cuda) if on_cuda else None,
             waits=waits(all_[BARE], all_[HISTOGRAMS], cuda_counters.no_waiting_for_cuda) if on_cuda else None,
@@ -139,31 +146,31 @@ def measure(
 
 
 @contextlib.contextmanager
-def _trainees(workload: Workload, directory: Path) -> Iterator[dict[str, Trainee]]:
+def _variants(workload: Workload, directory: Path) -> Iterator[dict[str, Variant]]:
     ways = {BARE: bare, UNLOGGED: watched(every=timing.NEVER)}
     ways |= {name: watched(every=1, **options) for name, options in LOGGED.items()}
-    made: dict[str, Trainee] = {}
+    made: dict[str, Variant] = {}
     model = workload.copied()
     optimizer = timing.make_optimizer(model)
     try:
         for name, observe in ways.items():
             where = directory / str(len(made))
-            made[name] = Trainee(name, model, workload.loss, observe, where, shared=optimizer)
+            made[name] = Variant(name, model, workload.loss, observe, where, shared=optimizer)
         yield made
     finally:
-        for trainee in made.values():
-            trainee.close()
+        for variant in made.values():
+            variant.close()
 
 
 @contextlib.contextmanager
-def _explained(workload: Workload) -> Iterator[None]:
-    """A model that trains once may still fail later."""
+def _with_readable_errors(workload: Workload) -> Iterator[None]:
+    """Turns errors of torch in a training step into a TbhooksError."""
     try:
         yield
     except torch.OutOfMemoryError as problem:
         raise TbhooksError(
-            f"out of memory: a copy of {workload.name} is trained, with AdamW's two numbers a weight; a smaller batch "
-            "or fewer layers tell as much"
+            f"out of memory: a copy of {workload.name} is trained with AdamW, which keeps two numbers per weight; "
+            "use a smaller batch or fewer layers"
         ) from problem
     except RuntimeError as problem:
         if isinstance(problem, TbhooksError):
@@ -172,18 +179,18 @@ def _explained(workload: Workload) -> Iterator[None]:
 
 
 def extra_bytes(workload: Workload, device: torch.device) -> dict[str, int]:
-    """The peak of two logged steps with their watch, over that of two bare ones; what is kept for later included."""
+    """The peak memory of two logged steps, less that of two bare ones."""
 
     def peak(options: dict[str, Any] | None) -> int:
         model = workload.copied()
-        trainee = Trainee(BARE, model, workload.loss, bare, Path())
-        trainee.steps(1)  # AdamW's state is made in the first step
+        variant = Variant(BARE, model, workload.loss, bare, Path())
+        variant.steps(1)  # AdamW's state is made in the first step
         watching: list[Watch] = []
 
         def run() -> None:
             if options is not None:
                 watching.append(watch(model, every=1, **options))
-            trainee.steps(2)
+            variant.steps(2)
 
         try:
             return cuda_counters.peak_bytes(run, device)
@@ -195,17 +202,17 @@ def extra_bytes(workload: Workload, device: torch.device) -> dict[str, int]:
     return {name: peak(options) - alone for name, options in LOGGED.items()}
 
 
-def copies(alone: Trainee, logged: Trainee, count: Callable[[cuda_counters.Run], int]) -> int:
-    """How many more copies to the host a logged step makes than a bare one."""
-    with logged.observed():
+def copies(alone: Variant, logged: Variant, count: Callable[[cuda_counters.Run], int]) -> int:
+    """The number of device-to-host copies of a logged step, less those of a bare one."""
+    with logged.monitored():
         logged.steps(1)
         watched = count(lambda: logged.steps(1))
     return watched - count(lambda: alone.steps(1))
 
 
-def waits(alone: Trainee, logged: Trainee, forbidding: cuda_counters.Forbidding) -> str:
-    """Whether a logged step waits for the device."""
-    with logged.observed():
+def waits(alone: Variant, logged: Variant, forbidding: cuda_counters.Forbidding) -> str:
+    """Whether a logged step synchronizes with the device."""
+    with logged.monitored():
         logged.steps(1)
         watching = logged.watching
         assert watching is not None
@@ -215,19 +222,19 @@ def waits(alone: Trainee, logged: Trainee, forbidding: cuda_counters.Forbidding)
 
 
 def _kernel(watching: Watch, device: torch.device) -> str:
-    """What reduces tensors there; the C kernel reads the host's memory only."""
+    """The kernel that reduces tensors on this device; the C kernel is for the CPU only."""
     name = watching.stats.kernel
     return "torch" if device.type != "cpu" and name == "C" else name
 
 
 def _notes(watching: Watch) -> Iterator[str]:
-    """What makes the numbers mean less than they seem to."""
+    """Problems that make the numbers less meaningful."""
     stats = watching.stats
     if stats.errors:
-        yield f"{stats.errors} errors inside the watch, so not everything was read: {stats.messages[-1]}"
+        yield f"{stats.errors} errors inside tbhooks, so not everything was read: {stats.messages[-1]}"
     if stats.dropped:
         yield f"{stats.dropped} logged steps were not written: writing is slower than training here"
     if stats.unseen:
         first, why = next(iter(stats.unseen.items()))
         more = f", and {len(stats.unseen) - 1} more" if len(stats.unseen) > 1 else ""
-        yield f"not seen: {first} ({why}){more}"
+        yield f"skipped: {first} ({why}){more}"

@@ -1,9 +1,8 @@
-"""Training steps timed in turns: bare, and watched in one way or another.
+"""Times training steps of several variants in turns: bare, and watched with different options.
 
-Turns are short and their order changes, so that a busy machine disturbs all alike; a ratio compares a turn with the
-bare one of the same round. All may train the same model, each observing it in its own turns only: two copies of a
-model lie differently in memory, and one of them is always the faster. A turn is timed until everything it logged is
-written. What the numbers mean is said elsewhere.
+Turns are short and their order changes, so that other load affects all variants alike; a ratio compares a turn with the
+bare turn of the same round. All variants may train the same model, each watching it in its own turns only: of two
+copies of a model, one is always faster because of its place in memory. A turn ends when its data is written.
 """
 
 from __future__ import annotations
@@ -33,35 +32,35 @@ def _nothing() -> None:
 
 
 @dataclass
-class Observer:
-    """What looks on while a model trains, if anything does."""
+class Monitor:
+    """What monitors a model while it trains; by default nothing."""
 
     finish: Callable[[], object] = _nothing
-    """Waits until what it logged is written."""
+    """Waits until the logged data is written."""
     close: Callable[[], object] = _nothing
     watching: Watch | None = None
 
 
-Observe = Callable[[nn.Module, torch.optim.Optimizer, Path], Observer]
+Observe = Callable[[nn.Module, torch.optim.Optimizer, Path], Monitor]
 
 
-def bare(_model: nn.Module, _optimizer: torch.optim.Optimizer, _directory: Path) -> Observer:
-    """Nothing looks on."""
-    return Observer()
+def bare(_model: nn.Module, _optimizer: torch.optim.Optimizer, _directory: Path) -> Monitor:
+    """No monitoring."""
+    return Monitor()
 
 
 def watched(**options: Any) -> Observe:
     """A watch that writes to TensorBoard."""
 
-    def observe(model: nn.Module, _optimizer: torch.optim.Optimizer, directory: Path) -> Observer:
+    def observe(model: nn.Module, _optimizer: torch.optim.Optimizer, directory: Path) -> Monitor:
         watching = watch(model, directory, **options)
-        return Observer(watching.flush, watching.close, watching)
+        return Monitor(watching.flush, watching.close, watching)
 
     return observe
 
 
 class Timer(Protocol):
-    """Seconds from `start` to `stop`, with everything that was asked of the device in between."""
+    """Measures the seconds from `start` to `stop`, including the work on the device."""
 
     def start(self) -> None: ...
 
@@ -79,15 +78,15 @@ class HostTimer:
 
 
 _HOOKS: tuple[dict[int, Any], ...] = (
-    torch_optimizer._global_optimizer_pre_hooks,
-    torch_optimizer._global_optimizer_post_hooks,
+    getattr(torch_optimizer, "_global_optimizer_pre_hooks"),  # noqa: B009  torch has no public way to list them
+    getattr(torch_optimizer, "_global_optimizer_post_hooks"),  # noqa: B009
 )
-"""A watch listens to every optimizer of the process: those of the others are put aside, or they would be timed too."""
+"""A watch hooks all optimizers of the process. The hooks of other variants are removed during a turn."""
 
 
 @dataclass
-class Trainee:
-    """A model, how it is observed, and how long its steps took in each round."""
+class Variant:
+    """A model, how it is monitored, and the seconds per step of each round."""
 
     name: str
     model: nn.Module
@@ -95,37 +94,37 @@ class Trainee:
     observe: Observe
     directory: Path
     every_nth_round: int = 1
-    """What need not be known as precisely takes no part in the others."""
+    """Takes part in every nth round only, if less precision is enough."""
     most_steps_a_turn: int = NEVER
-    """Nor makes as many steps."""
+    """The most steps of a turn."""
     shared: torch.optim.Optimizer | None = None
-    """The optimizer of a model that others train as well: it is observed in its own turns only."""
+    """The optimizer of a model that all variants train; it is monitored in the variant's own turns only."""
     seconds: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.optimizer = self.shared or make_optimizer(self.model)
         self.watching: Watch | None = None
-        self._observer: Observer | None = None
+        self._monitor: Monitor | None = None
         self._own: list[dict[int, Any]] = []
         self._opened = 0
         if self.shared is None:
             self._open()
 
     def step(self) -> None:
-        """One training step, as everybody writes it."""
+        """One training step."""
         self.loss(self.model).backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def steps(self, number: int) -> None:
-        """Some steps, and the wait for what they logged, with no other watch listening."""
-        with self.observed():
+        """Runs steps and waits until their data is written, without the hooks of other variants."""
+        with self.monitored():
             self._run(number)
 
     def turn(self, of_round: int, steps: int, timer: Timer) -> None:
-        """Some timed steps. A watch that has just begun logs its first one and allocates: that is not timed."""
+        """Times some steps. The first step of a new watch, which is logged and allocates, is not timed."""
         steps = min(steps, self.most_steps_a_turn)
-        with self.observed():
+        with self.monitored():
             if self.shared is not None:
                 self._run(1)
             timer.start()
@@ -133,9 +132,9 @@ class Trainee:
             self.seconds[of_round] = timer.stop() / steps
 
     @contextlib.contextmanager
-    def observed(self) -> Iterator[None]:
-        """Has it observed, if it is not already."""
-        if self._observer is not None:
+    def monitored(self) -> Iterator[None]:
+        """Monitors the model inside, if it is not monitored already."""
+        if self._monitor is not None:
             yield
             return
         self._open()
@@ -145,40 +144,40 @@ class Trainee:
             self.close()
 
     def close(self) -> None:
-        if self._observer is not None:
-            self._observer.close()
-            self._observer = None
+        if self._monitor is not None:
+            self._monitor.close()
+            self._monitor = None
 
     def _open(self) -> None:
         known = [set(hooks) for hooks in _HOOKS]
         where = self.directory if self.shared is None else self.directory / str(self._opened)
         self._opened += 1
-        self._observer = self.observe(self.model, self.optimizer, where)
-        self.watching = self._observer.watching
+        self._monitor = self.observe(self.model, self.optimizer, where)
+        self.watching = self._monitor.watching
         self._own = [
             {key: hooks[key] for key in hooks if key not in old} for hooks, old in zip(_HOOKS, known, strict=True)
         ]
-        self._put_aside()
+        self._remove_hooks()
 
     def _run(self, number: int) -> None:
-        assert self._observer is not None
+        assert self._monitor is not None
         for hooks, own in zip(_HOOKS, self._own, strict=True):
             hooks.update(own)
         try:
             for _ in range(number):
                 self.step()
-            self._observer.finish()
+            self._monitor.finish()
         finally:
-            self._put_aside()
+            self._remove_hooks()
 
-    def _put_aside(self) -> None:
+    def _remove_hooks(self) -> None:
         for hooks, own in zip(_HOOKS, self._own, strict=True):
             for key in own:
                 hooks.pop(key, None)
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """The one everything is measured with."""
+    """The optimizer of all measurements."""
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE)
 
 
@@ -187,32 +186,32 @@ def _no_progress(_done: int, _of: int) -> None:
 
 
 def run_rounds(
-    trainees: Sequence[Trainee], rounds: int, steps: int, timer: Timer, progress: Progress = _no_progress
+    variants: Sequence[Variant], rounds: int, steps: int, timer: Timer, progress: Progress = _no_progress
 ) -> None:
-    """Everybody's turn in every round."""
+    """Runs all rounds, each with one turn per variant."""
     for number in range(rounds):
-        run_round(number, trainees, steps, timer)
+        run_round(number, variants, steps, timer)
         progress(number + 1, rounds)
 
 
-def run_round(number: int, trainees: Sequence[Trainee], steps: int, timer: Timer) -> None:
-    """A turn of each that takes part, with another one first than in the round before."""
-    for i in range(len(trainees)):
-        trainee = trainees[(i + number) % len(trainees)]
-        if number % trainee.every_nth_round == 0:
-            trainee.turn(number, steps, timer)
+def run_round(number: int, variants: Sequence[Variant], steps: int, timer: Timer) -> None:
+    """Runs one turn of each variant that takes part, starting with another one than the round before."""
+    for i in range(len(variants)):
+        variant = variants[(i + number) % len(variants)]
+        if number % variant.every_nth_round == 0:
+            variant.turn(number, steps, timer)
 
 
-def seconds_a_step(trainee: Trainee, timer: Timer, steps: int = 2) -> float:
-    """About, to plan with; the first steps, which allocate, are not counted."""
-    trainee.steps(2)
-    trainee.turn(-1, steps, timer)
-    return trainee.seconds.pop(-1)
+def seconds_a_step(variant: Variant, timer: Timer, steps: int = 2) -> float:
+    """An estimate for the plan; the first steps, which allocate, are not counted."""
+    variant.steps(2)
+    variant.turn(-1, steps, timer)
+    return variant.seconds.pop(-1)
 
 
 @dataclass(frozen=True)
 class Timing:
-    """How long the steps of one trainee took, beside the bare ones of the same rounds."""
+    """How long the steps of one variant took, relative to the bare ones of the same rounds."""
 
     name: str
     milliseconds: float
@@ -236,15 +235,15 @@ class Timing:
         return self.spread >= abs(self.ratio - 1)
 
 
-def compared(trainee: Trainee, base: Trainee) -> Timing:
-    """A trainee beside the bare one."""
-    own = trainee.seconds
+def compared(variant: Variant, base: Variant) -> Timing:
+    """The timing of a variant relative to the bare one."""
+    own = variant.seconds
     middle = statistics.median(own.values())
-    ratios = [own[at] / (middle if trainee is base else base.seconds[at]) for at in own]
+    ratios = [own[at] / (middle if variant is base else base.seconds[at]) for at in own]
     lower, _, upper = statistics.quantiles(ratios, n=4, method="inclusive")
-    # Of the same rounds: the least of many is smaller than the least of few.
+    # Of the same rounds, because the minimum of more rounds is smaller.
     least = min(base.seconds[at] for at in own)
     return Timing(
-        trainee.name, 1e3 * middle, 1.0 if trainee is base else statistics.median(ratios), lower, upper,
+        variant.name, 1e3 * middle, 1.0 if variant is base else statistics.median(ratios), lower, upper,
         min(own.values()) / least, len(own),
     )  # fmt: skip

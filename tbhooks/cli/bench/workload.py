@@ -1,7 +1,6 @@
-"""What is trained while it is measured: the user's model and loss, or a small transformer where none is given.
+"""The model and loss to measure: from the user's factory, or a small built-in transformer.
 
-Everything that can be wrong with what a factory returns is found here, before anything is timed, and said in a
-sentence. Nothing is watched and nothing is timed here.
+What a factory returns is checked here, before anything is timed; every error is one sentence.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from tbhooks.data.errors import ArgumentError, nearest, quoted
 
 Loss = Callable[[nn.Module], Tensor]
 
-BUILT_IN = "a small transformer encoder (built in; your own model tells more: --model module:factory)"
+BUILT_IN = "a small transformer encoder (built in; use --model module:factory for your own)"
 FACTORY_RETURNS = (
     "a factory returns (model, loss_function) with loss_function(model) -> loss, (model, example_inputs), "
-    "or a model that says itself what it is fed (dummy_inputs, example_input_array, a forward without arguments)"
+    "or a model with example inputs of its own (dummy_inputs, example_input_array, a forward without arguments)"
 )
 
 
@@ -40,12 +39,12 @@ class Workload:
     loss: Loss
 
     def copied(self) -> nn.Module:
-        """A model of its own for each way of watching, all alike."""
+        """A copy of the model. Raises ArgumentError if it cannot be copied."""
         try:
             return copy.deepcopy(self.model)
         except Exception as problem:  # whatever a user's __deepcopy__ raises
             raise ArgumentError(
-                f"{self.name} cannot be copied, and every way of watching trains its own copy: {_told(problem)}"
+                f"{self.name} cannot be copied, and every variant trains its own copy: {_describe(problem)}"
             ) from problem
 
     @property
@@ -54,15 +53,18 @@ class Workload:
 
 
 def load(specification: str | None, device: torch.device) -> Workload:
-    """What `--model` names, checked by one training step on a copy."""
+    """The workload that `--model` names, checked by one training step on a copy. Raises ArgumentError."""
     torch.manual_seed(0)
     if specification is None:
-        return of(_small_transformer(device), device, BUILT_IN)
-    return of(_made(_factory(specification), specification, device), device, specification)
+        return make_workload(_small_transformer(device), device, BUILT_IN)
+    return make_workload(_made(_factory(specification), specification, device), device, specification)
 
 
-def of(made: Any, device: torch.device, name: str = "the model") -> Workload:
-    """What a factory returned: a model, (model, loss_function) or (model, example_inputs)."""
+def make_workload(made: Any, device: torch.device, name: str = "the model") -> Workload:
+    """A workload from the result of a factory: a model, (model, loss_function) or (model, example_inputs).
+
+    Raises ArgumentError if it cannot be trained.
+    """
     model, rest = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"{name} returned {quoted(made)}: {FACTORY_RETURNS}")
@@ -70,8 +72,8 @@ def of(made: Any, device: torch.device, name: str = "the model") -> Workload:
     try:
         model = model.to(device).train()
     except Exception as problem:
-        raise ArgumentError(f"{name} cannot be moved to {device}: {_told(problem)}") from problem
-    # A module can be called too, but as a loss function it would be given the model.
+        raise ArgumentError(f"{name} cannot be moved to {device}: {_describe(problem)}") from problem
+    # A module is callable, too, but not as a loss function of the model.
     if callable(rest) and not isinstance(rest, nn.Module):
         workload = Workload(name, model, rest)
     else:
@@ -81,16 +83,16 @@ def of(made: Any, device: torch.device, name: str = "the model") -> Workload:
 
 
 def check(workload: Workload) -> None:
-    """Raises for a model that cannot be trained: with what is wrong, before any time is spent on measuring it."""
+    """Raises ArgumentError for a model that cannot be trained."""
     model, name = workload.copied(), workload.name
     try:
         loss = workload.loss(model)
     except Exception as problem:
-        raise ArgumentError(f"the loss of {name} failed: {_told(problem)}") from problem
+        raise ArgumentError(f"the loss of {name} failed: {_describe(problem)}") from problem
     if not isinstance(loss, Tensor):
-        raise ArgumentError(f"the loss of {name} is a tensor, not {quoted(loss)}")
+        raise ArgumentError(f"the loss of {name} must be a tensor, got {quoted(loss)}")
     if loss.numel() != 1:
-        raise ArgumentError(f"the loss of {name} is one number, not a tensor of shape {tuple(loss.shape)}: reduce it")
+        raise ArgumentError(f"the loss of {name} must be one number, got shape {tuple(loss.shape)}: reduce it")
     if not loss.requires_grad:
         raise ArgumentError(
             f"the loss of {name} does not depend on any parameter of the model it was given (detached, no_grad, "
@@ -99,23 +101,21 @@ def check(workload: Workload) -> None:
     try:
         loss.backward()  # type: ignore[no-untyped-call]
     except Exception as problem:
-        raise ArgumentError(f"the backward pass of {name} failed: {_told(problem)}") from problem
+        raise ArgumentError(f"the backward pass of {name} failed: {_describe(problem)}") from problem
     if all(parameter.grad is None for parameter in model.parameters()):
-        raise ArgumentError(
-            f"no gradient reached any parameter of {name}: loss_function(model) has to use the model it is given"
-        )
+        raise ArgumentError(f"no gradient reached any parameter of {name}: loss_function(model) must use its argument")
 
 
 def device_named(text: str) -> torch.device:
-    """`cpu`, `cuda` or `cuda:N`, if it is there."""
+    """The torch device `cpu`, `cuda` or `cuda:N`. Raises ArgumentError if it does not exist."""
     kind, _, number = text.partition(":")
     if kind not in ("cpu", "cuda") or (number and not number.isdecimal()) or text.endswith(":"):
-        raise ArgumentError(f"device is cpu, cuda or cuda:N, not {text!r}")
+        raise ArgumentError(f"device must be cpu, cuda or cuda:N, got {text!r}")
     if kind == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
         built = "is built without CUDA" if torch.version.cuda is None else "finds no CUDA device"
-        raise ArgumentError(f"device {text!r} was asked for, but torch {torch.__version__} {built}")
+        raise ArgumentError(f"device {text!r} is not available: torch {torch.__version__} {built}")
     if int(number or 0) >= torch.cuda.device_count():
         raise ArgumentError(f"there is no device {text!r}: torch finds {torch.cuda.device_count()}, counted from 0")
     return torch.device("cuda", int(number or 0))
@@ -127,7 +127,7 @@ def device_named(text: str) -> torch.device:
 def _factory(specification: str) -> Callable[..., Any]:
     module_name, colon, name = specification.partition(":")
     if not (colon and module_name and name):
-        raise ArgumentError(f"--model is module:factory, such as train:make_model, not {specification!r}")
+        raise ArgumentError(f"--model must be module:factory, such as train:make_model, got {specification!r}")
     module = _imported(module_name.removesuffix(".py") if "/" not in module_name else module_name)
     found = getattr(module, name, None)
     if found is None:
@@ -141,13 +141,13 @@ def _factory(specification: str) -> Callable[..., Any]:
 
 def _imported(name: str) -> Any:
     here = os.getcwd()
-    if here not in sys.path:  # the console script does not look there, and users' modules are there
+    if here not in sys.path:  # the console script does not have it on its path
         sys.path.insert(0, here)
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as problem:
         if problem.name is None or not f"{name}.".startswith(f"{problem.name}."):
-            raise ArgumentError(f"importing {name!r} failed: {_told(problem)}") from problem
+            raise ArgumentError(f"importing {name!r} failed: {_describe(problem)}") from problem
         there = [file.stem for file in Path(here).glob("*.py")]
         raise ArgumentError(f"there is no module {name!r} here or installed: {nearest(name, there)}") from problem
     except SystemExit as problem:
@@ -155,14 +155,14 @@ def _imported(name: str) -> Any:
             f"{name!r} ended the program when it was imported: put what it runs under if __name__ == '__main__':"
         ) from problem
     except Exception as problem:
-        raise ArgumentError(f"importing {name!r} failed: {_told(problem)}") from problem
+        raise ArgumentError(f"importing {name!r} failed: {_describe(problem)}") from problem
 
 
 def _made(factory: Callable[..., Any], name: str, device: torch.device) -> Any:
-    """A factory with a parameter `device` is told it: its loss function needs its data there."""
+    """Calls a factory; with the device, if it has a parameter of that name."""
     try:
         signature = inspect.signature(factory).parameters
-    except (TypeError, ValueError):  # some callables do not say
+    except (TypeError, ValueError):  # some callables have no signature
         signature = {}  # type: ignore[assignment]
     given: dict[str, Any] = {"device": device} if "device" in signature else {}
     missing = [
@@ -175,7 +175,7 @@ def _made(factory: Callable[..., Any], name: str, device: torch.device) -> Any:
     try:
         return factory(**given)
     except Exception as problem:
-        raise ArgumentError(f"{name} failed: {_told(problem)}") from problem
+        raise ArgumentError(f"{name} failed: {_describe(problem)}") from problem
 
 
 # --- From what a factory returned to a loss -----------------------------------------------------------
@@ -200,12 +200,12 @@ def _inputs(model: nn.Module, given: Any, name: str) -> Any:
             return inputs
     needed = [p for p in inspect.signature(model.forward).parameters.values() if p.default is p.empty]
     if any(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) for p in needed):
-        raise ArgumentError(f"{name} returned a model and nothing to feed it: {FACTORY_RETURNS}")
+        raise ArgumentError(f"{name} returned a model without inputs: {FACTORY_RETURNS}")
     return ()
 
 
 def _loss_on(inputs: Any, device: torch.device) -> Loss:
-    """A tensor is the one argument, a tuple or list all of them, a dict the keyword arguments."""
+    """A loss on fixed inputs: a tensor is the only argument, a sequence the arguments, a dict the keyword arguments."""
     held = _moved(inputs, device)
     keywords = dict(held) if isinstance(held, Mapping) else {}
     positional = () if keywords else tuple(held) if isinstance(held, list | tuple) else (held,)
@@ -217,13 +217,13 @@ def _loss_on(inputs: Any, device: torch.device) -> Loss:
 
 
 def _loss_of(output: Any) -> Tensor:
-    """The output's own loss where it has one; otherwise the mean squares of its tensors, which cost little."""
+    """The output's own `loss` if it has one; otherwise the mean squares of its tensors, which cost little."""
     own = getattr(output, "loss", None)
     if isinstance(own, Tensor):
         return own
     numbers = [tensor for _, tensor in tensor_tree.tensors(output) if tensor.is_floating_point()]
     if not numbers:
-        raise ArgumentError(f"the model's output, {quoted(output)}, shows no tensor of real numbers")
+        raise ArgumentError(f"the model's output, {quoted(output)}, has no floating-point tensor")
     return torch.stack([tensor.float().square().mean() for tensor in numbers]).sum()
 
 
@@ -237,12 +237,12 @@ def _moved(value: Any, device: torch.device) -> Any:
     return value
 
 
-def _told(problem: BaseException) -> str:
+def _describe(problem: BaseException) -> str:
     text = " ".join(str(problem).split())
     return f"{type(problem).__name__}: {text[:300] + '...' if len(text) > 300 else text}"
 
 
-# --- The model where none is given --------------------------------------------------------------------
+# --- The built-in model --------------------------------------------------------------------------------
 
 
 class _Encoder(nn.Module):

@@ -1,8 +1,8 @@
-"""`tbhooks run`: an unchanged training script, watched.
+"""`tbhooks run`: runs an unmodified training script with monitoring.
 
-`command` understands the options, `launching` runs the script as `python` would, `session` looks on while it runs:
-`finding` and `covering` find the models, `destinations` where their runs go, `session` what is patched meanwhile,
-`terminal` and `telling` are all that is said. Nothing here loads torch before the script does.
+`options` parses the command line, `launcher` runs the script as `python` would, and `session` watches its models:
+`model_finder` finds them, `destinations` decides where their runs go, and `console` prints. Nothing here imports torch
+before the script does.
 """
 
 from __future__ import annotations
@@ -11,20 +11,19 @@ import os
 import sys
 from collections.abc import Sequence
 
-from tbhooks.cli.run import options as command
-from tbhooks.cli.run import session
+from tbhooks.cli.run import options, session
 from tbhooks.data.errors import TbhooksError
 
-# The exit code of a command that cannot do what it was asked.
-_REFUSED = 2
+# The exit code for a wrong argument.
+_WRONG_ARGUMENT = 2
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the script that is named there; what it raises comes out of here."""
+    """Runs the script named by the arguments and returns 0. What the script raises is not caught."""
     try:
-        options, target = command.understood(arguments, os.environ)
+        parsed, target = options.parse(arguments, os.environ)
     except TbhooksError as problem:
         sys.stderr.write(f"tbhooks run: {problem}\n")
-        return _REFUSED
-    session.run(options, target)
+        return _WRONG_ARGUMENT
+    session.run(parsed, target)
     return 0

@@ -1,12 +1,12 @@
-"""Where the runs of a script's models go: into the script's own SummaryWriter, or a directory.
+"""Where the runs of a script's models are written: into the script's own SummaryWriter, or into a directory.
 
-One model is written where the script writes. Of several, each has a directory of its own below, which TensorBoard
-shows as a run of its own: in one run their numbers would mix wherever names are the same.
+A single model is written where the script writes. Each of several models gets a directory below that one, which
+TensorBoard shows as a separate run: in one run, tags of the same name would mix.
 """
 
 from __future__ import annotations
 
-import sys
+import inspect
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -19,52 +19,52 @@ from tbhooks.data.remote import below, is_remote
 from tbhooks.sinks.flush_hooks import call_before
 from tbhooks.sinks.tensorboard import TensorBoardSink
 
-# Where writers are made by writers.
-_WRITERS_OWN = ("torch.utils.tensorboard.writer", "tensorboardX.writer")
+# The modules in which one writer makes another.
+_WRITER_MODULES = ("torch.utils.tensorboard.writer", "tensorboardX.writer")
 
 
 class Destinations:
-    """Knows every writer the script has made, and the directory that is taken if it made none."""
+    """The writers that the script has made, and the directory to use if it made none."""
 
     def __init__(self, logdir: str | None, target: Target, start: Path) -> None:
-        """`start` is the directory the script was started in, which it may have left."""
-        place = logdir if logdir is not None and writers.is_parent_directory(logdir) else None
-        self._own = below(_absolute(place or "runs", start), f"{_name(target, start)}-{writers.timestamp()}")
-        self._asked = None if logdir is None else self._own if place else _absolute(logdir, start)
-        self._taken: str | None = None
+        """`start` is the working directory at the start of the script."""
+        parent = logdir if logdir is not None and writers.is_parent_directory(logdir) else None
+        self._default = below(_absolute(parent or "runs", start), f"{_name(target, start)}-{writers.timestamp()}")
+        self._requested = None if logdir is None else self._default if parent else _absolute(logdir, start)
+        self._created: str | None = None
         self._writers: list[weakref.ref[Any]] = []
 
-    def writer_made(self, writer: Any, drain: Callable[[], None]) -> None:
-        """Tells of a SummaryWriter; whatever is on its way comes before the script flushes or closes it."""
+    def add_writer(self, writer: Any, drain: Callable[[], None]) -> None:
+        """Adds a SummaryWriter of the script; `drain` is called before the script flushes or closes it."""
         self._writers.append(weakref.ref(writer))
         call_before(writer, ("flush", "close"), drain)
 
     def of(self, name: str) -> Any:
-        """A writer or a directory for a model, below the others' if it has a name."""
+        """The writer or directory for a model; if it has a name, a directory below the script's."""
         writer = self._writer()
         if not name:
             return self._directory() if writer is None else writer
         return below(self._directory() if writer is None else _absolute(_directory_of(writer)), name)
 
     def _writer(self) -> Any:
-        """The first that is open, or else the last that was, of those that are where the user wants the run."""
+        """The first open writer, or else the last one, among those in the directory that the user asked for."""
         made = [writer for writer in (reference() for reference in self._writers) if writer is not None]
-        fit = [writer for writer in made if self._asked in (None, _absolute(_directory_of(writer)))]
+        fit = [writer for writer in made if self._requested in (None, _absolute(_directory_of(writer)))]
         return next((writer for writer in fit if writer.file_writer is not None), fit[-1] if fit else None)
 
     def _directory(self) -> str:
-        if self._asked is not None:
-            return self._asked
-        directory, times = self._own, 1
-        while Path(directory).exists() and directory != self._taken:
+        if self._requested is not None:
+            return self._requested
+        directory, times = self._default, 1
+        while Path(directory).exists() and directory != self._created:
             times += 1
-            directory = f"{self._own}-{times}"
-        self._taken = directory
+            directory = f"{self._default}-{times}"
+        self._created = directory
         return directory
 
 
 def _absolute(directory: str, start: Path | None = None) -> str:
-    """The same after the script has gone elsewhere."""
+    """An absolute path: the script may change the working directory."""
     return directory if is_remote(directory) else str(Path(start or "", Path(directory).expanduser()).absolute())
 
 
@@ -80,28 +80,29 @@ def _name(target: Target, start: Path) -> str:
 
 
 def is_made_by_script() -> bool:
-    """Whether the constructor that is being told of was not called by tbhooks, nor by a writer for `add_hparams`."""
-    frame = sys._getframe(1)
+    """Whether the patched constructor was called by the script, not by tbhooks or by a writer's `add_hparams`."""
+    frame = inspect.currentframe()
+    assert frame is not None
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("tbhooks.cli.run."):
         frame = frame.f_back
-    return not frame.f_globals.get("__name__", "").startswith(("tbhooks.", *_WRITERS_OWN))
+    return not frame.f_globals.get("__name__", "").startswith(("tbhooks.", *_WRITER_MODULES))
 
 
 class Destination:
-    """A sink that opens when there is something to write: until then the script may make its writer.
+    """A sink that is opened at the first write, so that the script has time to make its writer.
 
-    It opens again after the script has closed that one, which it may do between one training and the next.
+    It is opened again if the script has closed that writer, as some do between trainings.
     """
 
     def __init__(self, destinations: Destinations, name: str, is_unwanted: Callable[[], bool]) -> None:
         self.name = name
         self.is_muted = False
-        """Whether the script watches the model itself, so that nothing is written."""
+        """Whether nothing is written, because the script watches the model itself."""
         self._destinations = destinations
         self._is_unwanted = is_unwanted
         self._sink: TensorBoardSink | None = None
         self.directories: list[str] = []
-        """Where something was written, first things first."""
+        """The directories written to, in order."""
 
     def last_step(self) -> int | None:
         return self._open().last_step()

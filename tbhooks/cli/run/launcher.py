@@ -1,7 +1,7 @@
 """Runs a script, a module, a directory or an archive in this process, just as `python` would.
 
-The script is `__main__` in every respect: worker processes find what it defines, its exit code is the process's,
-and no frame of ours is in the tracebacks it causes.
+The script is `__main__`: worker processes find what it defines, its exit code is that of the process, and its
+tracebacks show no frame of tbhooks.
 """
 
 from __future__ import annotations
@@ -19,53 +19,53 @@ from typing import Any
 
 from tbhooks.cli.run.options import Target
 
-# What `python` exits with if it cannot open the script.
+# The exit code of `python` if it cannot open the script.
 NO_SUCH_FILE = 2
 
 
 def launch(target: Target) -> None:
-    """Returns when the script has ended; what it raises comes out, to be shown without our frames."""
+    """Runs the script. What it raises is not caught, but shown without our frames."""
     try:
         _execute(target)
     except SystemExit:
         raise
     except BaseException:
-        _show_without_our_frames()
+        _hide_our_frames()
         raise
 
 
 def _execute(target: Target) -> None:
-    _be_main(ModuleType("__main__"))
+    _set_main(ModuleType("__main__"))
     if target.module is not None:
         sys.argv = ["-m", *target.arguments]
-        _search_first(os.getcwd())
-        _as_python_does(target.module, alter_argv=True)
+        _set_first_path(os.getcwd())
+        _run_module(target.module, alter_argv=True)
         return
     assert target.path is not None
-    path = os.path.join(os.getcwd(), target.path)  # not made any shorter, as python does
+    path = os.path.join(os.getcwd(), target.path)  # not normalized, as in python
     sys.argv = [target.path, *target.arguments]
     if pkgutil.get_importer(path) is not None:  # a directory or an archive with a __main__ in it
-        sys.path.insert(0, path) if sys.flags.safe_path else _search_first(path)
-        _as_python_does("__main__", alter_argv=False)
+        sys.path.insert(0, path) if sys.flags.safe_path else _set_first_path(path)
+        _run_module("__main__", alter_argv=False)
         return
-    _search_first(os.path.dirname(os.path.realpath(path)))
+    _set_first_path(os.path.dirname(os.path.realpath(path)))
     code = _code(path, sys.modules["__main__"])
     exec(code, vars(sys.modules["__main__"]))  # noqa: S102  running the user's script is the point
 
 
-def _be_main(main: ModuleType) -> None:
+def _set_main(main: ModuleType) -> None:
     vars(main).update(__annotations__={}, __builtins__=builtins)
     sys.modules["__main__"] = main
 
 
-def _search_first(directory: str) -> None:
-    """In the place of the directory that was put there for the command itself."""
+def _set_first_path(directory: str) -> None:
+    """Replaces the entry of `sys.path` that was made for the `tbhooks` command."""
     if not sys.flags.safe_path:
         sys.path[0] = directory
 
 
-def _as_python_does(module: str, alter_argv: bool) -> None:
-    """What `python -m` calls: with its messages, its frames, and its `__spec__`."""
+def _run_module(module: str, alter_argv: bool) -> None:
+    """Runs a module by the function that `python -m` calls."""
     run: Any = getattr(runpy, "_run_module_as_main")  # noqa: B009  private, but it is what python itself runs
     run(module, alter_argv)
 
@@ -83,11 +83,11 @@ def _code(path: str, main: ModuleType) -> CodeType | Any:
     return loader.get_code("__main__") if compiled else compile(data, path, "exec", dont_inherit=True)
 
 
-# Tracebacks. ------------------------------------------------------------------------------------------
+# --- Tracebacks ------------------------------------------------------------------------------------------
 
 
-def _show_without_our_frames() -> None:
-    """The interpreter will show the exception by this, after it has left us."""
+def _hide_our_frames() -> None:
+    """Replaces `sys.excepthook`, by which the interpreter will show the exception."""
     show = sys.excepthook
 
     def cleaned(kind: type[BaseException], problem: BaseException, _: TracebackType | None) -> None:
@@ -98,19 +98,19 @@ def _show_without_our_frames() -> None:
 
 
 def clean(problem: BaseException) -> None:
-    """Takes our frames out of the traceback of an exception, and of those it came from."""
+    """Removes our frames from the traceback of an exception, and of its causes."""
     pending, seen = [problem], set()
     while pending:
         one = pending.pop()
         if id(one) in seen:
             continue
         seen.add(id(one))
-        one.__traceback__ = _of_the_script(one.__traceback__)
+        one.__traceback__ = _without_our_frames(one.__traceback__)
         others = (one.__cause__, one.__context__, *getattr(one, "exceptions", ()))
         pending += [other for other in others if isinstance(other, BaseException)]
 
 
-def _of_the_script(trace: TracebackType | None) -> TracebackType | None:
+def _without_our_frames(trace: TracebackType | None) -> TracebackType | None:
     frames = list(_entries(trace))
     launched = [i for i, entry in enumerate(frames) if entry.tb_frame.f_code is _execute.__code__]
     first = launched[-1] + 1 if launched else 0

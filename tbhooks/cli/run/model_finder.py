@@ -1,7 +1,7 @@
-"""Finds the models a script trains: told of its optimizers, it waits for the first forward of what they step.
+"""Finds the models that a script trains: the outermost modules that hold the parameters of its optimizers.
 
-One global hook waits for that forward, and is gone before the model runs; then the forward path is as it was. Where
-anything is compiled there is no global hook at all, as it would be compiled too: models are found when they can be.
+A global forward pre-hook waits for the first forward of such a model and is removed before the model runs. If anything
+is compiled there is no global hook, because it would be compiled, too; models are then looked up at once.
 """
 
 from __future__ import annotations
@@ -28,45 +28,45 @@ if TYPE_CHECKING:
 
 
 class Finder:
-    """Calls `found` with the outermost modules that optimizers train, all that are known at a time together."""
+    """Calls `on_models` with the outermost modules that optimizers train. With `at_once` it waits for no forward."""
 
-    def __init__(self, found: Callable[[list[nn.Module]], list[Watch]], at_once: bool) -> None:
+    def __init__(self, on_models: Callable[[list[nn.Module]], list[Watch]], at_once: bool) -> None:
         self.steps = 0
-        """How often one stepped whose model had not been found."""
-        self._found = found
+        """The number of optimizer steps before their model was found."""
+        self._on_models = on_models
         self._at_once = at_once
         self._handles: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = weakref.WeakKeyDictionary()
-        """Of optimizers whose models are still looked for."""
+        """The step hooks of optimizers whose models are still to be found."""
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._leftover: list[RemovableHandle] = []
-        self._strangers: set[int] = set()
-        """The ids of modules that no optimizer trains."""
+        self._untrained: set[int] = set()
+        """The ids of modules without parameters of these optimizers."""
         self._models: list[weakref.ref[nn.Module]] = []
-        """Those that have been found."""
+        """The models found so far."""
         self._waiting: RemovableHandle | None = None
 
-    def made(self, optimizer: Optimizer) -> None:
-        """Tells of a new optimizer; some tell of themselves twice."""
+    def add(self, optimizer: Optimizer) -> None:
+        """Looks for the model of a new optimizer. An optimizer may be added twice."""
         if optimizer in self._handles or self._is_known(optimizer):
             return
-        self._handles[optimizer] = optimizer.register_step_pre_hook(self._steps)
-        self._strangers = set()
-        self._look_out()
+        self._handles[optimizer] = optimizer.register_step_pre_hook(self._before_step)
+        self._untrained = set()
+        self._start_looking()
 
-    def something_is_compiled(self) -> None:
-        """From now on hooks are to be on a model before it is called."""
+    def on_compile(self) -> None:
+        """From now on looks models up at once: hooks must be attached before a compiled model is called."""
         self._at_once = True
-        self._look_out()
+        self._start_looking()
 
     def stop(self) -> None:
-        """Leaves no hook anywhere."""
+        """Removes all hooks."""
         self._stop_waiting()
         for handle in (*self._handles.values(), *self._leftover):
             handle.remove()
         self._handles.clear()
         self._leftover = []
 
-    def _look_out(self) -> None:
+    def _start_looking(self) -> None:
         if self._at_once:
             self._stop_waiting()
             self._decide(None)
@@ -74,7 +74,7 @@ class Finder:
             self._waiting = register_module_forward_pre_hook(self._forward_begins)
 
     def _is_known(self, optimizer: Optimizer) -> bool:
-        """Whether all it trains has been found: some scripts make one for every step, and looking takes its time."""
+        """Whether all its models are found. Some scripts make an optimizer for every step, and a search takes time."""
         models = [model for model in (reference() for reference in self._models) if model is not None]
         found = {parameter for model in models for parameter in parameters_of(model)}
         trained = _parameters([optimizer])
@@ -86,21 +86,21 @@ class Finder:
             self._waiting = None
 
     def _forward_begins(self, module: nn.Module, _args: Any) -> None:
-        if not _may_be_training() or id(module) in self._strangers:
+        if not _may_be_training() or id(module) in self._untrained:
             return
         with self._guarded():
             wanted = _parameters(self._handles)
             if not wanted.isdisjoint(parameters_of(module)):
                 self._decide(module)
             else:
-                self._strangers.update(map(id, module.modules()))
+                self._untrained.update(map(id, module.modules()))
 
-    def _steps(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Before a step of an optimizer whose model has not been found.
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Called before a step of an optimizer whose model has not been found.
 
-        With a closure the forward comes inside the step, which is to be watched from its beginning. Without one it
-        has been, before the optimizer was made: the next forward will tell. The second time it shows that weights are
-        used without the module around them.
+        With a closure, the forward comes inside this step, so the model is looked up now. Without one, the forward came
+        before the optimizer was made, and the next forward finds the model. A second step without a forward means that
+        the weights are used without calling their module.
         """
         if optimizer not in self._handles:
             return
@@ -110,12 +110,12 @@ class Finder:
 
             with self._guarded():
                 for watching in self._decide(None, stepping=optimizer):
-                    lifecycle_of(watching).session.clock._before(optimizer, args, kwargs)
+                    lifecycle_of(watching).session.clock.before_step(optimizer, args, kwargs)
         self._stepped.add(optimizer)
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
-        """What goes wrong here is ours, and not the script's; nothing is looked for after that."""
+        """Keeps an error of ours from the script; nothing is looked for after one."""
         try:
             yield
         except Exception as problem:
@@ -129,51 +129,51 @@ class Finder:
         modules = [*live_modules(), *([] if called is None else [called])] if wanted else []
         models = covering(wanted, modules, called)
         if not models and stepping is None:
-            return []  # perhaps when it steps
+            return []  # it may be found at the optimizer's step
         self._stop_waiting()
         for optimizer, handle in list(self._handles.items()):
-            if optimizer is stepping:  # torch is walking through its hooks
+            if optimizer is stepping:  # torch is iterating over its hooks
                 self._leftover.append(handle)
             else:
                 handle.remove()
         self._handles.clear()
         self._models += map(weakref.ref, models)
-        return self._found(models)
+        return self._on_models(models)
 
 
 def _may_be_training() -> bool:
-    """A model that is compiled, exported, traced or evaluated may be called by way of something that soon is gone."""
+    """Whether a forward may be one of training, and not of a compiler, an export, a tracer or an evaluation."""
     return not torch.compiler.is_compiling() and torch.is_grad_enabled() and not is_traced()
 
 
 def _parameters(optimizers: Iterable[Optimizer]) -> frozenset[int]:
-    """The ids of what they step that a module can hold: pixels that are fitted, for one, are mere tensors."""
+    """The ids of the optimizers' parameters; plain tensors, which no module holds, are left out."""
     groups = [group for optimizer in list(optimizers) for group in optimizer.param_groups]
     return frozenset(id(tensor) for group in groups for tensor in group["params"] if isinstance(tensor, nn.Parameter))
 
 
-# They only hold others, often no longer than it takes to list all parameters.
+# Containers, which scripts often make just to list parameters.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 
 def live_modules() -> list[nn.Module]:
-    """Every module of the process, in no order that means anything; but none that `gc.freeze` keeps from view."""
-    gc.collect()  # a holder that is no more than garbage is no model
-    # By type: asking some objects for their class runs code of theirs.
+    """All modules of the process in arbitrary order, without those hidden by `gc.freeze`."""
+    gc.collect()  # garbage may still hold parameters
+    # By type(): isinstance() runs code of some objects.
     return [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
 
 
 def covering(wanted: frozenset[int], modules: Iterable[nn.Module], called: nn.Module | None) -> list[nn.Module]:
-    """The fewest outermost modules that hold the parameters with these ids, as far as any do.
+    """A small set of outermost modules that together hold the parameters with these ids, as far as any module does.
 
-    Of those that hold as many, one that takes hooks goes first, then one with `called` inside, then the one with the
-    least besides.
+    Chosen greedily by the number of these parameters; on a tie by whether hooks can be attached, then whether `called`
+    is inside, then by the fewest other parameters.
     """
     held = {id(top): (top, parameters_of(top)) for top in outermost(modules, wanted)}
     chosen: list[nn.Module] = []
     left = set(wanted)
     while held:
-        best = max(held, key=lambda key: _worth(*held[key], left, called))
+        best = max(held, key=lambda key: _score(*held[key], left, called))
         top, parameters = held.pop(best)
         if not parameters & left:
             break
@@ -182,21 +182,21 @@ def covering(wanted: frozenset[int], modules: Iterable[nn.Module], called: nn.Mo
     return chosen
 
 
-def _worth(top: nn.Module, parameters: set[int], left: set[int], called: nn.Module | None) -> tuple[int, ...]:
+def _score(top: nn.Module, parameters: set[int], left: set[int], called: nn.Module | None) -> tuple[int, ...]:
     is_called = called is not None and any(module is called for module in top.modules())
     return len(parameters & left), not isinstance(top, torch.jit.ScriptModule), is_called, -len(parameters)
 
 
 def outermost(modules: Iterable[nn.Module], wanted: frozenset[int]) -> list[nn.Module]:
-    """Those that nobody holds, without wrappers and mere containers around them, if they hold a wanted parameter."""
-    holders = [unwrap(module) for module in modules if _is_whole(module) and _holds(module, wanted)]
+    """The modules with a wanted parameter that are part of no other such module, without wrappers and containers."""
+    holders = [unwrap(module) for module in modules if _is_initialized(module) and _holds(module, wanted)]
     tops = {id(module): module for module in holders if not isinstance(module, _CONTAINERS)}
     inside = {id(module) for top in tops.values() for module in top.modules() if module is not top}
     return [top for key, top in tops.items() if key not in inside]
 
 
-def _is_whole(module: nn.Module) -> bool:
-    """Whether its constructor has run, or something that stands for it."""
+def _is_initialized(module: nn.Module) -> bool:
+    """Whether `nn.Module.__init__`, or a substitute for it, has run."""
     return "_modules" in vars(module) and "_parameters" in vars(module)
 
 
@@ -205,5 +205,5 @@ def _holds(module: nn.Module, wanted: frozenset[int]) -> bool:
 
 
 def parameters_of(module: nn.Module) -> set[int]:
-    """Their ids, as torch lists them: a class may have made `parameters` something of its own."""
+    """The ids of a module's parameters by torch's own method, which the class may have overridden."""
     return {id(parameter) for parameter in nn.Module.parameters(module)}

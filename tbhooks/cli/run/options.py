@@ -1,4 +1,4 @@
-"""The command line of `tbhooks run`: which words are ours and which the script's, and what ours mean.
+"""The command line of `tbhooks run`: separates our options from the script and its arguments, and parses ours.
 
 Everything is checked before the script starts, and without torch.
 """
@@ -16,11 +16,11 @@ from tbhooks.data.errors import ArgumentError, check_names
 
 NO_RULES = "none"
 MERGE = "merge"
-# Options without a value; every other one of ours has one.
+# The options without a value.
 _FLAGS = ("-h", "--help")
 _DESCRIPTION = """\
 Runs a training script in this process, just as python would, and watches every model that its optimizers train. The
-script is not changed, nor is what it computes, prints to stdout or exits with. What there is to say is said on stderr.
+script, its results, its stdout and its exit code do not change. Messages of tbhooks go to stderr.
 """
 _EXAMPLES = """\
 examples:
@@ -30,16 +30,16 @@ examples:
   torchrun --nproc-per-node 2 -m tbhooks run train.py
   torchrun --nproc-per-node 2 -m tbhooks run --ranks merge train_fsdp.py
 
-Each option can be said by a variable as well: TBHOOKS_EVERY, TBHOOKS_LOGDIR, TBHOOKS_KINDS, TBHOOKS_INCLUDE,
-TBHOOKS_EXCLUDE, TBHOOKS_RULES, TBHOOKS_RANKS. Options win over variables.
+Each option can be set by an environment variable as well: TBHOOKS_EVERY, TBHOOKS_LOGDIR, TBHOOKS_KINDS,
+TBHOOKS_INCLUDE, TBHOOKS_EXCLUDE, TBHOOKS_RULES, TBHOOKS_RANKS. Options take precedence.
 
-exit code: the script's own. 2 if an option is wrong or the script is not there; nothing has run then.
+exit code: that of the script; 2 if an option is wrong or the script does not exist, before anything is run.
 """
 
 
 @dataclass(frozen=True)
 class Target:
-    """What is to be run: a file, a directory or an archive as `path`, or a `module`; and its own arguments."""
+    """The script: a file, a directory or an archive as `path`, or a `module`; and its arguments."""
 
     path: str | None
     module: str | None
@@ -48,15 +48,15 @@ class Target:
 
 @dataclass(frozen=True)
 class Options:
-    """How models are watched, and where the run is to go."""
+    """How models are watched, and where the run is written."""
 
     logdir: str | None
     watch: dict[str, Any]
-    """What `watch` is given; nothing that was not asked for."""
+    """The keyword arguments of `watch` that were set."""
 
     @property
     def merges_ranks(self) -> bool:
-        """Whether every rank takes part, and not the first alone."""
+        """Whether all ranks take part, not only the first."""
         return bool(self.watch.get("ranks") == MERGE)
 
     @property
@@ -66,15 +66,15 @@ class Options:
 
 
 def split(arguments: Sequence[str]) -> tuple[list[str], Target | None]:
-    """Our options, which end where the script begins; and the script with its own."""
-    place = 0
-    while place < len(arguments):
-        word = arguments[place]
+    """Returns our options, which end where the script begins, and the script with its arguments (None if missing)."""
+    i = 0
+    while i < len(arguments):
+        word = arguments[i]
         if word == "--":
-            return list(arguments[:place]), _target(arguments[place + 1 :])
+            return list(arguments[:i]), _target(arguments[i + 1 :])
         if word.startswith("-m") or not word.startswith("-") or word == "-":
-            return list(arguments[:place]), _target(arguments[place:])
-        place += 1 if word in _FLAGS or "=" in word else 2
+            return list(arguments[:i]), _target(arguments[i:])
+        i += 1 if word in _FLAGS or "=" in word else 2
     return list(arguments), None
 
 
@@ -89,25 +89,25 @@ def _target(words: Sequence[str]) -> Target | None:
     return Target(None, rest[0], tuple(rest[1:])) if rest else None
 
 
-def understood(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[Options, Target]:
-    """What was asked for, by option or by variable; raises `ArgumentError` for what cannot be."""
+def parse(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[Options, Target]:
+    """Parses options and their environment variables. Raises ArgumentError for an unknown name or a wrong value."""
     ours, target = split(arguments)
-    said, unknown = _parser().parse_known_args(ours)
-    check_names("option", [word.partition("=")[0] for word in unknown], [f"--{name}" for name in _MEANINGS])
+    given, unknown = _parser().parse_known_args(ours)
+    check_names("option", [word.partition("=")[0] for word in unknown], [f"--{name}" for name in _PARSERS])
     if target is None:
-        raise ArgumentError("which script? See tbhooks run --help")
-    meant = {name: _meaning(name, word, environment) for name, word in vars(said).items()}
-    meant = {name: meaning for name, meaning in meant.items() if meaning is not None}
-    return Options(meant.pop("logdir", None), meant), target
+        raise ArgumentError("no script given; see tbhooks run --help")
+    values = {name: _value(name, text, environment) for name, text in vars(given).items()}
+    values = {name: value for name, value in values.items() if value is not None}
+    return Options(values.pop("logdir", None), values), target
 
 
-def _meaning(name: str, word: str | None, environment: Mapping[str, str]) -> Any:
-    """What was said by the option, or else by its variable; None if by neither."""
-    if word is not None:
-        return _MEANINGS[name](word)
+def _value(name: str, text: str | None, environment: Mapping[str, str]) -> Any:
+    """The value of an option, or else of its variable; None if neither is set."""
+    if text is not None:
+        return _PARSERS[name](text)
     variable = f"TBHOOKS_{name.upper()}"
     try:
-        return _MEANINGS[name](environment[variable]) if environment.get(variable) else None
+        return _PARSERS[name](environment[variable]) if environment.get(variable) else None
     except ArgumentError as problem:
         raise ArgumentError(f"{variable}: {problem}") from None
 
@@ -121,47 +121,47 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    run.add_argument("--every", metavar="N", help="log every N-th step (default: 100)")
-    run.add_argument("--logdir", metavar="DIR", help="where the run goes (default: where the script's SummaryWriter "
-                     "writes, or runs/NAME-TIME)")  # fmt: skip
-    run.add_argument("--kinds", metavar="KIND,...", help="what is read: activation, gradient, weight, weight_gradient, "
+    run.add_argument("--every", metavar="N", help="log every Nth step (default: 100)")
+    run.add_argument("--logdir", metavar="DIR", help="directory of the run (default: that of the script's "
+                     "SummaryWriter, or runs/NAME-TIME)")  # fmt: skip
+    run.add_argument("--kinds", metavar="KIND,...", help="what to log: activation, gradient, weight, weight_gradient, "
                      "update (default: these), input, functional")  # fmt: skip
-    run.add_argument("--include", metavar="GLOB,...", help="which modules, by their paths (default: all)")
-    run.add_argument("--exclude", metavar="GLOB,...", help="which modules not")
-    run.add_argument("--ranks", metavar="HOW", help="local: what the first rank saw (default); merge: what all ranks "
-                     "saw, shards of parameters put together")  # fmt: skip
-    run.add_argument("--rules", metavar="RULE,...", help="what is looked for, as tbhooks rules lists it, or none")
+    run.add_argument("--include", metavar="GLOB,...", help="modules to watch, by path (default: all)")
+    run.add_argument("--exclude", metavar="GLOB,...", help="modules not to watch, by path")
+    run.add_argument("--ranks", metavar="HOW", help="local: log the first rank only (default); merge: statistics "
+                     "over all ranks and whole parameters")  # fmt: skip
+    run.add_argument("--rules", metavar="RULE,...", help="diagnostic rules, as listed by tbhooks rules, or none")
     return run
 
 
-# What each option means. The names are looked up only if there are any: that loads NumPy, which is the script's to do.
+# The parser of each option. Valid names are imported only if needed: that loads NumPy, which is up to the script.
 
 
 def _every(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise ArgumentError(f"every is a whole number of at least 1, not {text!r}")
+        raise ArgumentError(f"every must be an integer >= 1, got {text!r}")
     return int(text)
 
 
 def _directory(text: str) -> str:
     remote.check(text)
     if not text.strip() or os.path.isfile(os.path.expanduser(text)):
-        raise ArgumentError(f"logdir is a directory, not {text!r}")
+        raise ArgumentError(f"logdir must be a directory, got {text!r}")
     return text
 
 
-def _listed(text: str) -> tuple[str, ...]:
+def _names(text: str) -> tuple[str, ...]:
     words = tuple(word.strip() for word in text.split(",") if word.strip())
     if not words:
-        raise ArgumentError(f"names with commas between them are wanted, not {text!r}")
+        raise ArgumentError(f"expected names separated by commas, got {text!r}")
     return words
 
 
 def _kinds(text: str) -> tuple[str, ...]:
     from tbhooks.data.frame import ALL_KINDS  # noqa: PLC0415
 
-    check_names("kind", _listed(text), ALL_KINDS)
-    return _listed(text)
+    check_names("kind", _names(text), ALL_KINDS)
+    return _names(text)
 
 
 def _ranks(text: str) -> str:
@@ -174,11 +174,11 @@ def _rules(text: str) -> tuple[str, ...]:
 
     if text == NO_RULES:
         return ()
-    check_names("rule", _listed(text), ("default", *RULES))
-    return _listed(text)
+    check_names("rule", _names(text), ("default", *RULES))
+    return _names(text)
 
 
-_MEANINGS: dict[str, Callable[[str], Any]] = {
-    "every": _every, "logdir": _directory, "kinds": _kinds, "include": _listed, "exclude": _listed, "rules": _rules,
+_PARSERS: dict[str, Callable[[str], Any]] = {
+    "every": _every, "logdir": _directory, "kinds": _kinds, "include": _names, "exclude": _names, "rules": _rules,
     "ranks": _ranks,
 }  # fmt: skip

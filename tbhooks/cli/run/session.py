@@ -1,7 +1,7 @@
-"""One script being watched: from before its first line to the last thing that is said about it.
+"""A script run by `tbhooks run`, from before its first line to the summary at its end.
 
-It starts before torch is there and patches what the script will import. Every process that is not the one that was
-started, and every rank but the first, runs its script and nothing more.
+The session starts before torch is imported and patches constructors that the script will import. Child processes, and
+all ranks but the first unless ranks are merged, run the script without monitoring.
 """
 
 from __future__ import annotations
@@ -30,32 +30,31 @@ if TYPE_CHECKING:
     from tbhooks.cli.run.destinations import Destination, Destinations
     from tbhooks.cli.run.model_finder import Finder
 
-# A script that tries out many models one after the other is not followed to its end.
+# Of a script that tries many models one after the other, only so many are watched.
 MOST_MODELS = 16
-# A model is found by the optimizer that trains it.
 KERAS = (
     "the script trains with Keras, whose optimizers are not torch's. "
-    "tbhooks.watch(model, writer) in the script reads the whole Keras model and its parameters"
+    "Call tbhooks.watch(model, writer) in the script instead: it reads the whole Keras model and its parameters"
 )
-WITHOUT_OPTIMIZER = "If it updates weights itself, put tbhooks.watch(model, directory) into it"
-# What of these kinds a module is given or does is seen by hooks that must be there before it is called.
+WITHOUT_OPTIMIZER = "If it updates the weights itself, call tbhooks.watch(model, directory) in it"
+# The hooks of these kinds must be attached before the model is called.
 _BEFORE_THE_CALL = ("input", "functional")
 
 
 def run(options: Options, target: Target) -> None:
-    """Runs a script to its end, watched; what it raises comes out of here."""
+    """Runs a script with monitoring. What it raises is not caught."""
     if rank_and_world()[0] == 0 or options.merges_ranks:
         Session(options, target).start()
     launch(target)
 
 
 class Session:
-    """What is known about the script that runs."""
+    """The watches, patches and messages of one script."""
 
     def __init__(self, options: Options, target: Target) -> None:
         self.watched: list[tuple[Watch, Destination]] = []
         self._problems: list[str] = []
-        """Why a model that was found is not watched."""
+        """Why models that were found are not watched."""
         self._is_watched_by_script = False
         self.finder: Finder | None = None
         self.terminal = Terminal()
@@ -76,43 +75,42 @@ class Session:
         self._start = Path.cwd()
 
     def start(self) -> None:
-        """From here to the end of the process."""
-        self.add_collector()
+        """Patches the constructors, and registers the summary for the end of the process."""
+        self.patch()
         self.terminal.start()
         os.register_at_fork(after_in_child=self._stop)
-        # Before anything of the script's, so that it comes after everything of the script's.
+        # Registered before the script registers anything, so that it runs last.
         atexit.register(self._end)
 
-    def add_collector(self) -> None:
-        """Has itself told of what the script makes."""
+    def patch(self) -> None:
+        """Calls a method of the session after each optimizer and writer is made, and after each torch.compile."""
         for patch in self._patches:
             patch.acquire(self)
 
     def close(self) -> str:
-        """Leaves everything as it was; returns what there is to say."""
+        """Closes the watches, removes all patches and hooks, and returns the summary."""
         if self.watched:
-            from tbhooks.api.lifecycle import close_together  # noqa: PLC0415  loads torch, which is there by then
+            from tbhooks.api.lifecycle import close_together  # noqa: PLC0415  loads torch, which is imported by then
 
             close_together(self._lifecycles())
         self._stop()
-        said = console.told(self.watched, self._why_nothing())
+        text = console.summary(self.watched, self._why_nothing())
         if self.terminal.left_out:
-            said += f"\n{self.terminal.left_out} more lines were left out while it ran"
-        return said
+            text += f"\n{self.terminal.left_out} messages were left out while the script ran"
+        return text
 
     def _end(self) -> None:
         if os.getpid() == self._process:
-            self.terminal.say(self.close())
+            self.terminal.write(self.close())
 
     def _stop(self) -> None:
-        """Nothing is looked for any more, and nothing patched."""
         self._undo_patches()
         self.terminal.stop()
         if self.finder is not None:
             self.finder.stop()
 
     def _why_nothing(self) -> str:
-        """The first of these that is so."""
+        """The reason why there is no data: the first that applies."""
         finder = self.finder
         unwritten = [watching.stats.messages[0] for watching, _ in self.watched if watching.stats.dropped]
         problems = [*self._problems, *unwritten]
@@ -122,33 +120,33 @@ class Session:
             ("torch" not in sys.modules, "the script did not import torch"),
             (finder is None and "keras" in sys.modules, KERAS),
             (finder is None, f"the script made no torch optimizer in this process. {WITHOUT_OPTIMIZER}"),
-            (bool(self.watched), "a model was found, but none of its steps came to an end"),
-            (finder is not None and finder.steps > 1, "what the optimizer steps is in no module"),
+            (bool(self.watched), "a model was found, but no step of it ended"),
+            (finder is not None and finder.steps > 1, "the optimizer's parameters belong to no module"),
         )
-        return next((why for is_so, why in reasons if is_so), "nothing that the optimizer trains was called")
+        return next((why for applies, why in reasons if applies), "no model that the optimizer trains was called")
 
-    # What the patches tell.
+    # Called by the patches.
 
     def _made_optimizer(self, optimizer: Any, _made: Any) -> None:
         if self.finder is None:
-            from tbhooks.cli.run.model_finder import Finder  # noqa: PLC0415  now torch is there
+            from tbhooks.cli.run.model_finder import Finder  # noqa: PLC0415  torch is imported by now
 
             at_once = self._compiles or not set(_BEFORE_THE_CALL).isdisjoint(self._options.kinds)
-            self.finder = Finder(self._found, at_once)
-        self.finder.made(optimizer)
+            self.finder = Finder(self._on_models, at_once)
+        self.finder.add(optimizer)
 
     def _compiled(self, _instance: Any, _made: Any) -> None:
         self._compiles = True
         if self.finder is not None:
-            self.finder.something_is_compiled()
+            self.finder.on_compile()
 
     def _made_writer(self, writer: Any, _made: Any) -> None:
         from tbhooks.cli.run.destinations import is_made_by_script  # noqa: PLC0415
 
         if is_made_by_script():
-            self._where().writer_made(writer, self._drain)
+            self._get_destinations().add_writer(writer, self._drain)
 
-    def _where(self) -> Destinations:
+    def _get_destinations(self) -> Destinations:
         if self._destinations is None:
             from tbhooks.cli.run.destinations import Destinations  # noqa: PLC0415  loads tensorboard
 
@@ -160,13 +158,13 @@ class Session:
             lifecycle.drain()
 
     def _lifecycles(self) -> list[Lifecycle]:
-        from tbhooks.api.handle import lifecycle_of  # noqa: PLC0415  loads torch, which is there by then
+        from tbhooks.api.handle import lifecycle_of  # noqa: PLC0415  loads torch, which is imported by then
 
         return [lifecycle_of(watching) for watching, _ in self.watched]
 
-    # What is found.
+    # Called by the finder.
 
-    def _found(self, models: list[nn.Module]) -> list[Watch]:
+    def _on_models(self, models: list[nn.Module]) -> list[Watch]:
         known = len(self.watched)
         models = [model for model in models if not self._is_watched(model) and not self._is_known(model)]
         names = _names(models) if len(models) + known > 1 else [""] * len(models)
@@ -175,28 +173,28 @@ class Session:
                 self._stop_looking()
                 break
             try:
-                self._watch(model, self._free(name))
-            except Exception as problem:  # torch, too, has modules it puts no hook on
+                self._watch(model, self._unused(name))
+            except Exception as problem:  # some modules, such as scripted ones, take no hooks
                 self._problems.append(str(problem))
                 logger.warning("%s is not watched: %s", type(model).__name__, problem)
         return [watching for watching, _ in self.watched[known:]]
 
     def _is_known(self, model: nn.Module) -> bool:
-        """Whether it is watched already, by itself or as a part of another."""
+        """Whether this session watches it already, or a model that contains it."""
         from tbhooks.api.lifecycle import open_watches  # noqa: PLC0415
 
         mine = [lifecycle.model() for lifecycle in self._lifecycles() if lifecycle in open_watches]
         return any(part is model for whole in mine if whole is not None for part in whole.modules())
 
     def _stop_looking(self) -> None:
-        logger.warning("%d models are watched; the script goes on with others, which are not", MOST_MODELS)
+        logger.warning("%d models are watched; further models of the script are not", MOST_MODELS)
         self._undo_patches()
 
     def _undo_patches(self) -> None:
         for patch in self._patches:
             patch.release(self)
 
-    def _free(self, name: str) -> str:
+    def _unused(self, name: str) -> str:
         taken = {destination.name for _, destination in self.watched}
         numbers = (f"{name}-{number}" for number in range(2, len(taken) + 3))
         return name if name not in taken else next(other for other in numbers if other not in taken)
@@ -207,17 +205,18 @@ class Session:
         from tbhooks.cli.run.destinations import Destination  # noqa: PLC0415
 
         reference = weakref.ref(model)
-        destination = Destination(self._where(), name, lambda: self._is_watched(reference()))
+        destination = Destination(self._get_destinations(), name, lambda: self._is_watched(reference()))
         watching = watch(model, destination, **self._options.watch)
         self.watched.append((watching, destination))
         if "ranks" not in self._options.watch and any(map(is_sharded, model.parameters())):
             logger.warning(
-                "the parameters of %s are sharded over the ranks of this job: what is logged of weights, gradients and "
-                "updates is the first rank's part. tbhooks run --ranks merge shows the whole", type(model).__name__,
+                "the parameters of %s are sharded over the ranks of this job: only the first rank's shards of weights, "
+                "gradients and updates are logged. Use tbhooks run --ranks merge to log all of them",
+                type(model).__name__,
             )  # fmt: skip
 
     def _is_watched(self, model: nn.Module | None) -> bool:
-        """Whether the script does that itself."""
+        """Whether the script itself watches the model, a part of it, or a model that contains it."""
         from tbhooks.api.lifecycle import open_watches  # noqa: PLC0415
 
         theirs = [lifecycle.model() for lifecycle in open_watches - set(self._lifecycles())]
@@ -248,7 +247,7 @@ def _overlap(one: nn.Module, other: nn.Module) -> bool:
 
 
 def _names(models: list[nn.Module]) -> list[str]:
-    """What the script calls them, or else their classes."""
+    """The names of the script's global variables for the models, or else their classes."""
     script = vars(sys.modules["__main__"])
     names: list[str] = []
     for model in models:

@@ -1,27 +1,27 @@
 /*
- * The TBHOOKS tab. TensorBoard calls `render` once, in an iframe of its own. This file wires the parts: it holds the state,
- * fetches when a choice changes, follows running trainings, and hands what there is to see to those who show it.
+ * The TBHOOKS tab. TensorBoard calls `render` once, in an iframe of its own. This file connects the parts: it holds the state,
+ * fetches data when a choice changes, polls running trainings, and passes the data to the parts of the page.
  */
 
-import { api } from "./api.js";
-import { createCompared } from "./compared.js";
-import { createControls } from "./controls.js";
-import { createData } from "./data.js";
-import { createDetail } from "./detail.js";
-import { createFindings } from "./findings.js";
-import { createHeatmap } from "./heatmap.js";
-import { createLegend, legendsOf } from "./legend.js";
-import { keepAsking } from "./live.js";
-import { createModel } from "./model.js";
-import { cellLines, originWords } from "./panes.js";
-import { chosen, kindWords, runNamed, statWords } from "./runs.js";
-import { copyText, saveCsv, savePng } from "./save.js";
-import { createShell } from "./shell.js";
-import { initialState, MOST_PICKS, shareState } from "./state.js";
-import { createStatus } from "./status.js";
-import { followTheme, themeColours } from "./theme.js";
-import { nodeKey, revealing } from "./tree.js";
-import { domainOf, followed, showing, zoomed } from "./view.js";
+import { api } from "./core/api.js";
+import { createCompared } from "./detail/compared.js";
+import { createControls } from "./core/controls.js";
+import { createData } from "./core/data.js";
+import { createDetail } from "./detail/panel.js";
+import { createFindings } from "./core/findings.js";
+import { createHeatmap } from "./map/heatmap.js";
+import { createLegend, legendsOf } from "./map/legend.js";
+import { pollForever } from "./core/polling.js";
+import { createModel } from "./core/model.js";
+import { cellLines, originWords } from "./map/panes.js";
+import { chosen, kindWords, runNamed, statWords } from "./core/runs.js";
+import { copyText, saveCsv, savePng } from "./map/save.js";
+import { createShell } from "./core/shell.js";
+import { initialState, MOST_PICKS, shareState } from "./core/state.js";
+import { createStatus } from "./core/status.js";
+import { followTheme, themeColours } from "./core/theme.js";
+import { nodeKey, revealing } from "./map/tree.js";
+import { domainOf, afterNewSteps, showing, zoomed } from "./map/view.js";
 
 const sameSite = (one, other) => one[0] === other[0] && one[1] === other[1];
 
@@ -75,16 +75,16 @@ export function render() {
     status.say(copied ? "link copied" : "copy the address of the page instead");
   }
 
-  /** The state with what was chosen for the user, so that a link shows the same tomorrow. */
+  /** The state including defaults, so that a link shows the same view later. */
   function shown() {
     if (choice === null) return state;
     return { ...state, run: state.run || choice.run, kind: state.kind || choice.kind, stat: state.stat || choice.stat };
   }
-  /** What to choose by: a run that begins meanwhile does not take the place of the one on show. */
-  const wish = () => ({ ...state, run: state.run || choice?.run || "" });
+  /** The choice to resolve: a run that starts meanwhile does not replace the shown one. */
+  const request = () => ({ ...state, run: state.run || choice?.run || "" });
   const remember = () => share.write(shown());
 
-  /** A new wish of the user. Only what it touches is fetched again. */
+  /** Applies a choice of the user. Only the affected data is fetched again. */
   function change(patch) {
     state = { ...state, ...patch };
     if ("search" in patch || "depth" in patch) heatmap.scrollToTop();
@@ -109,11 +109,11 @@ export function render() {
     return pair && state.step !== null ? { site: { path: pair[0], index: pair[1] }, step: state.step, side: state.side } : null;
   }
 
-  /** Settles what to show of what there is, fetches it, shows it. */
+  /** Resolves the choice against the existing runs, fetches the data, shows it. */
   async function choose() {
     if (list === null) return;
-    const wished = chosen(list, wish());
-    const next = wished ?? (choice === null ? chosen(list, { ...state, run: "" }) : null);
+    const resolved = chosen(list, request());
+    const next = resolved ?? (choice === null ? chosen(list, { ...state, run: "" }) : null);
     shell.empty.hidden = next !== null || choice !== null;
     shell.app.hidden = !shell.empty.hidden;
     if (next === null) return;
@@ -121,7 +121,7 @@ export function render() {
     try {
       if (!(await data.load(next, list))) return;
       choice = next;
-      status.problem(wished ? null : `Run ${state.run} is not in the log directory; this is ${next.run}.`);
+      status.problem(resolved ? null : `Run ${state.run} is not in the log directory; this is ${next.run}.`);
       draw();
     } catch (error) {
       status.problem(`${error.message}.`.replace(/\.\.$/, "."));
@@ -136,7 +136,7 @@ export function render() {
     return choice.vs ? [...sides, { side: "b", run: choice.vs, findings: data.held.findings.b }] : sides;
   }
 
-  /** Shows what there is. */
+  /** Renders the current data. */
   function draw() {
     if (choice === null || data.held.a === null) return;
     const theme = themeColours();
@@ -166,7 +166,7 @@ export function render() {
     const view = { run, kind: choice.kind, sites: model.chosen, step: state.step, dark };
     const wanted = nothing ? "" : JSON.stringify([view, held().map((matrix) => matrix?.steps.length)]);
     if (nothing) detail.clear();
-    else if (wanted !== detailed) detail.show(view); // which asks the server again: only when there is something new
+    else if (wanted !== detailed) detail.show(view); // this queries the server again, so only if something changed
     detailed = wanted;
   }
 
@@ -230,7 +230,7 @@ export function render() {
     change({ toggled: toggled.length < state.toggled.length ? toggled : [...toggled, row.key] });
   }
 
-  /** A name was clicked: a group opens or closes, a module shows its details at the step looked at, or at the last one. */
+  /** A name was clicked: a group opens or closes, a module shows its details at the selected step, or at the last one. */
   function label(hit, add) {
     const row = model.rows[hit.row];
     if (row.group) toggle(row);
@@ -242,8 +242,8 @@ export function render() {
   }
 
   function describe(hit) {
-    const told = (marks) => marks.slice(0, 3).map((mark) => ({ text: mark.finding.message, tone: "finding" }));
-    if (hit.area === "axis") return { title: `step ${hit.marks[0].step}`, lines: told(hit.marks) };
+    const messages = (marks) => marks.slice(0, 3).map((mark) => ({ text: mark.finding.message, tone: "finding" }));
+    if (hit.area === "axis") return { title: `step ${hit.marks[0].step}`, lines: messages(hit.marks) };
     const row = model.rows[hit.row];
     if (hit.index < 0) {
       const missing = hit.area === "cell" && row.site && !model.panes[hit.pane].numbers(row);
@@ -253,10 +253,10 @@ export function render() {
     const lines = cellLines(model.panes, held(), row, hit, what());
     const step = model.panes[hit.pane].steps[hit.index];
     const near = model.marks.filter((mark) => mark.pane === hit.pane && mark.row === hit.row && mark.step === step);
-    return { title: row.full, lines: [...lines, ...told(near)] };
+    return { title: row.full, lines: [...lines, ...messages(near)] };
   }
 
-  /** Asks what runs there are and what is new in those on show. */
+  /** Fetches the list of runs, and new steps of the shown ones. */
   async function look() {
     try {
       list = await api.runs();
@@ -278,13 +278,13 @@ export function render() {
     const changed = await data.follow(list);
     if (changed && model && state.from !== null) {
       const after = domainOf(held().filter(Boolean));
-      const [from, to] = followed([state.from, state.to], before, after);
+      const [from, to] = afterNewSteps([state.from, state.to], before, after);
       state = { ...state, from, to };
       remember();
     }
-    const now = gone.length ? null : chosen(list, wish());
+    const now = gone.length ? null : chosen(list, request());
     if (now && ["run", "vs", "kind", "stat"].some((name) => now[name] !== choice[name])) {
-      await choose(); // what could not be had before can be had now
+      await choose(); // data that was unavailable before may be available now
       return;
     }
     choice = now ?? choice;
@@ -293,5 +293,5 @@ export function render() {
 
   followTheme(draw);
   jump = cursorOfState();
-  shell.ready.then(() => keepAsking(look)());
+  shell.ready.then(() => pollForever(look)());
 }

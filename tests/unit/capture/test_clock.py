@@ -1,4 +1,4 @@
-"""When a step ends: optimizers, several of them, forwards, the user; and which steps are logged."""
+"""When a step ends (one optimizer, several, forwards, or the user), and which steps are logged."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import nn
 
 import tbhooks
 from tbhooks.capture.schedule import Schedule
-from tbhooks.capture.step.clock import OptimizerRound
 from tbhooks.capture.step.manual_updates import FORWARDS_WITHOUT_OPTIMIZER
+from tbhooks.capture.step.optimizer_round import OptimizerRound
 from tests.support import zoo
 from tests.support.loops import forward, mlp, sgd, steps_of, train
 
@@ -89,7 +89,7 @@ def test_another_models_optimizer_ends_nothing() -> None:
     assert steps_of(watching.history) == [0, 1]
 
 
-def test_a_gan_is_two_watches_each_with_its_own_clock() -> None:
+def test_the_two_watches_of_a_gan_have_a_clock_each() -> None:
     torch.manual_seed(0)
     case = zoo.ZOO["gan"]
     model = case.build()
@@ -140,12 +140,12 @@ def test_a_new_optimizer_for_the_same_parameters_replaces_the_old_one() -> None:
     assert steps_of(watching.history) == [0, 1, 2, 3, 4, 5]
 
 
-def test_round_counts_once_a_cycle_whatever_the_order() -> None:
-    a_round = OptimizerRound()
+def test_a_round_counts_once_per_cycle_whatever_the_order() -> None:
+    optimizers = OptimizerRound()
     ended = []
     for key in [1, 2, 1, 2, 1, 2]:
-        assert not a_round.comes_again(key)
-        ended.append(a_round.ends(key, frozenset([key])))
+        assert not optimizers.ended_before(key)
+        ended.append(optimizers.ended_after(key, frozenset([key])))
     assert ended == [True, False, False, True, False, True]
 
 
@@ -282,7 +282,7 @@ def test_explicit_steps_win_and_carry_their_label() -> None:
         for i in range(5):
             train(model, 1, optimizer)
             watching.step(1000 + i)
-            _ = watching.latest  # hands the step over: what is logged now follows it, under its label
+            _ = watching.latest  # submits the step: what is logged now is written separately, under its label
             watching.log({"i": i})
     assert steps_of(watching.history) == [1000, 1002, 1004]
     assert watching.history.scalar("train/i")[1].tolist() == [0, 2, 4]
@@ -338,7 +338,7 @@ def test_logged_values_belong_to_their_own_step(order: str, every: int) -> None:
         assert values.tolist() == pytest.approx([factor * losses[i] for i in steps], rel=1e-6)
 
 
-def test_a_late_value_that_does_not_come_is_not_waited_for_with_another_steps_numbers() -> None:
+def test_a_scalar_that_is_logged_late_only_once_mixes_no_steps() -> None:
     model = mlp()
     optimizer = sgd(model)
     losses = []
@@ -436,7 +436,7 @@ def test_loading_a_checkpoint_between_forwards_is_no_step() -> None:
         train(model, 3)
     assert watching.stats.steps == 3
     assert watching.history[0]["0", "activation"].count == 16 * 8
-    (message,) = watching.stats.messages  # of the first forward, and not of a clock that counts forwards
+    (message,) = watching.stats.messages  # about the first forward; the clock does not count forwards
     assert "no backward went through" in message
 
 
@@ -527,7 +527,7 @@ def test_histograms_thin_themselves_out_on_long_runs() -> None:
 
 
 class Raising(torch.optim.SGD):
-    """Raises in the middle of the steps it is told to."""
+    """Raises in the middle of a step while `fails` is set."""
 
     fails = False
 
@@ -654,7 +654,7 @@ def test_two_optimizers_keep_their_groups_numbers_whichever_steps() -> None:
     assert rates == [both, {"train.lr/1": 0.25}, both]
 
 
-def test_parameters_replaced_under_a_kept_optimizer_are_told_and_steps_go_on() -> None:
+def test_replaced_parameters_are_reported_and_the_old_optimizers_steps_still_count() -> None:
     model = mlp()
     optimizer = sgd(model)
     with tbhooks.watch(model, every=2) as watching:
@@ -714,13 +714,13 @@ def train_td3(every: int, first: int, iterations: int = 24) -> tbhooks.Watch:
 
 @pytest.mark.parametrize("every", [1, 2, 3, 4])
 @pytest.mark.parametrize("first", [0, 1])
-def test_an_optimizer_that_steps_every_second_time_is_logged_or_said_to_be_missing(every: int, first: int) -> None:
+def test_an_optimizer_that_steps_every_second_time_is_logged_or_reported_as_missing(every: int, first: int) -> None:
     watching = train_td3(every, first)
     frames = [frame for frame in watching.history if frame.step < watching.stats.steps]
     shown = [("actor.weight", "update") in frame for frame in frames]
-    told = [message for message in watching.stats.messages if "never in a step that is logged" in message]
-    assert any(shown[2:]) != bool(told)
-    assert len(told) <= 1
+    messages = [message for message in watching.stats.messages if "never in a step that is logged" in message]
+    assert any(shown[2:]) != bool(messages)
+    assert len(messages) <= 1
     assert all(frame["critic.weight", "update"].count == 3 for frame in frames)
     assert all(
         frame["actor.weight", "update"].count == 9 for frame, is_shown in zip(frames, shown, strict=True) if is_shown

@@ -1,4 +1,4 @@
-"""The norm of many tensors is that of all their elements together, in float64."""
+"""The norm over many tensors is that of all their elements together, in float64."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ def expected(tensors: list[Tensor]) -> float:
     scale=st.sampled_from([1e-3, 1.0, 1e3]),
     shift=st.sampled_from([0.0, 100.0]),
 )
-def test_it_is_that_of_all_elements(sizes: list[int], dtype: torch.dtype, scale: float, shift: float) -> None:
+def test_the_norm_is_that_of_all_elements(sizes: list[int], dtype: torch.dtype, scale: float, shift: float) -> None:
     tensors = [(torch.randn(size) * scale + shift).to(dtype) for size in sizes]
     assert float(total_norm(tensors)) == pytest.approx(expected(tensors), rel=1e-6)
 
 
-def test_squares_that_half_precision_cannot_hold_are_summed_all_the_same() -> None:
+def test_squares_that_overflow_in_half_precision_are_summed_correctly() -> None:
     tensors = [torch.full((64, 64), 6e4, dtype=torch.float16), torch.full((3,), 3e38)]
     assert float(total_norm(tensors)) == pytest.approx(expected(tensors), rel=1e-5)
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_one_bad_element_shows(bad: float) -> None:
+def test_one_nonfinite_element_makes_the_norm_nonfinite(bad: float) -> None:
     tensors = [torch.ones(10), torch.tensor([1.0, bad]), torch.ones(3)]
-    found = float(total_norm(tensors))
-    assert math.isnan(found) if math.isnan(bad) else math.isinf(found)
+    norm = float(total_norm(tensors))
+    assert math.isnan(norm) if math.isnan(bad) else math.isinf(norm)
 
 
 def test_layouts_and_sparse_tensors_count_their_elements_once() -> None:
@@ -57,7 +57,7 @@ def test_layouts_and_sparse_tensors_count_their_elements_once() -> None:
     assert float(total_norm([*tensors, twice])) == pytest.approx(expected([*tensors, twice.to_dense()]), rel=1e-6)
 
 
-def test_on_a_device_nothing_is_waited_for() -> None:
+def test_on_a_device_there_is_no_sync() -> None:
     with fake_device.Log() as record:
         norm = total_norm([fake_device.put(torch.full((3,), 2.0)), fake_device.put(torch.full((1,), 2.0))])
         assert record.syncs == 0

@@ -1,4 +1,4 @@
-"""What a watch holds, counted to the byte from torch's own record of every allocation and release."""
+"""How much memory a watch allocates, to the byte, from torch's record of every allocation and release."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def allocated(trainee: timing.Trainee) -> int:
     return sum(number for number in cuda_counters.host_allocations(trainee.step) if number > 0)
 
 
-def kept(watching: tbhooks.Watch) -> tuple[int, int]:
-    """Bytes of the records of a step, and of the block for copies of weights."""
-    block = watching._session.parameters._before._block
+def held(watching: tbhooks.Watch) -> tuple[int, int]:
+    """Returns the bytes of the records of a step, and of the block for copies of weights."""
+    block = watching._session.parameters._snapshots._block
     records = sum(buffer.records * buffer.record_bytes for buffer in watching._session.recorder._buffers)
     return records, 0 if block is None else block.nbytes
 
@@ -59,20 +59,20 @@ def test_a_logged_step_allocates_no_more_than_the_copy_of_its_records(histograms
     trainee = trained()
     bare = peak(trainee)
     with tbhooks.watch(trainee.model, every=1, histograms=histograms) as watching:
-        trainee.steps(3)  # the records grow to what a step needs
-        records, _ = kept(watching)
+        trainee.steps(3)  # the buffers grow to the size of a step
+        records, _ = held(watching)
         assert peak(trainee) - bare <= records + SMALL
         assert watching.stats.errors == 0
 
 
 @needs_kernel
 def test_all_that_a_logged_step_ever_allocates_is_the_copy_of_its_records() -> None:
-    """Even what is gone before the peak: no temporary of any tensor's size."""
+    """Temporaries included: there is none of any tensor's size."""
     trainee = trained()
     bare = allocated(trainee)
     with tbhooks.watch(trainee.model, every=1, histograms=1) as watching:
         trainee.steps(3)
-        records, _ = kept(watching)
+        records, _ = held(watching)
         assert 0 < allocated(trainee) - bare <= records + SMALL
 
 
@@ -82,17 +82,17 @@ def test_the_copies_of_weights_take_their_size_and_stay() -> None:
     weights = sum(parameter.nbytes for parameter in trainee.model.parameters())
     with tbhooks.watch(trainee.model, every=1) as watching:
         trainee.steps(2)
-        _, copies = kept(watching)
+        _, copies = held(watching)
         assert weights <= copies <= weights + 64 * 2 * LAYERS
         trainee.steps(3)
-        assert kept(watching)[1] == copies
+        assert held(watching)[1] == copies
 
 
 def test_without_updates_no_copy_of_weights_is_made() -> None:
     trainee = trained()
     with tbhooks.watch(trainee.model, every=1, kinds=("activation", "weight", "weight_gradient")) as watching:
         trainee.steps(2)
-        assert kept(watching)[1] == 0
+        assert held(watching)[1] == 0
 
 
 def test_an_unlogged_step_allocates_what_a_bare_one_does() -> None:
@@ -100,4 +100,4 @@ def test_an_unlogged_step_allocates_what_a_bare_one_does() -> None:
     bare = peak(trainee)
     with tbhooks.watch(trainee.model, every=1000):
         trainee.steps(2)
-        assert peak(trainee) - bare <= 64  # the one sum that looks for NaN
+        assert peak(trainee) - bare <= 64  # the extremes that the check for NaN stores

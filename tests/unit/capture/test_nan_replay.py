@@ -1,4 +1,4 @@
-"""When gradients are not finite, the step is run again before weights are touched, and the module is named."""
+"""If gradients are not finite, the step is run again before weights are changed, and the module is named."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from tbhooks.data.frame import Finding, Site
 from tests.support import zoo
 from tests.support.frames import make_frame
 
-SICK = 7
+NONFINITE = 7
 
 
 class Forward(nn.Module):
-    """Takes the logarithm of zero, once told to."""
+    """Computes the logarithm of zero while `fails` is set."""
 
-    sick = False
+    fails = False
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.log(x.abs() * 0.0) + x if self.sick else x
+        return torch.log(x.abs() * 0.0) + x if self.fails else x
 
 
 class Backward(Forward):
-    """Is harmless forward and divides by zero backward."""
+    """Finite in the forward, and divides by zero in the backward."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.sqrt(x.abs() * 0.0) + x if self.sick else x
+        return torch.sqrt(x.abs() * 0.0) + x if self.fails else x
 
 
-def build(sick: nn.Module) -> nn.Sequential:
+def build(failing: nn.Module) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Tanh(), sick, nn.Linear(8, 1))
+    return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Tanh(), failing, nn.Linear(8, 1))
 
 
 def train(
@@ -53,9 +53,9 @@ def train(
     try:
         for step in range(steps):
             for part in range(micro_batches):
-                model[4].sick = step == SICK and part == micro_batches - 1
+                model[4].fails = step == NONFINITE and part == micro_batches - 1
                 out = (run or model)(torch.randn(16, 8)).square().mean()
-                (loss(out) if loss is not None and step == SICK else out).backward()
+                (loss(out) if loss is not None and step == NONFINITE else out).backward()
             optimizer.step()
             optimizer.zero_grad()
     finally:
@@ -72,41 +72,41 @@ def replayed(watching: tbhooks.Watch | None) -> Any:
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
-def test_the_module_whose_output_went_first_is_named(micro_batches: int) -> None:
+def test_the_module_with_the_first_nonfinite_output_is_named(micro_batches: int) -> None:
     watching, _ = train(build(Forward()), lambda w: w.on_nonfinite("replay"), micro_batches=micro_batches)
     (finding,) = replayed(watching)
-    assert (finding.step, finding.rule, finding.severity) == (SICK, "non_finite", "error")
+    assert (finding.step, finding.rule, finding.severity) == (NONFINITE, "non_finite", "error")
     assert (finding.site.path, finding.site.kind) == ("4", "activation")
     assert "first output" in finding.message
 
 
-def test_a_gradient_that_went_first_is_named_with_the_module_to_look_at() -> None:
+def test_the_first_nonfinite_gradient_is_named_with_the_module_to_inspect() -> None:
     watching, _ = train(build(Backward()), lambda w: w.on_nonfinite("replay"))
     (finding,) = replayed(watching)
     assert (finding.site.path, finding.site.kind) == ("3", "gradient")
-    assert "that of 4 was finite" in finding.message
+    assert "inspect the backward of 4" in finding.message
 
 
-def test_a_loss_that_went_first_is_told_from_the_model() -> None:
+def test_a_nonfinite_loss_is_distinguished_from_the_model() -> None:
     watching, _ = train(build(nn.Identity()), lambda w: w.on_nonfinite("replay"), loss=lambda out: out * float("nan"))
     (finding,) = replayed(watching)
     assert (finding.site.path, finding.site.kind) == ("(root)", "gradient")
     assert "loss" in finding.message
 
 
-@pytest.mark.parametrize("sick", [Forward, Backward, nn.Identity])
-def test_the_model_is_left_as_it_was(sick: type[nn.Module]) -> None:
-    _, bare = train(build(sick()), None)
-    _, watched = train(build(sick()), lambda w: w.on_nonfinite("replay"))
+@pytest.mark.parametrize("failing", [Forward, Backward, nn.Identity])
+def test_the_model_is_left_as_it_was(failing: type[nn.Module]) -> None:
+    _, bare = train(build(failing()), None)
+    _, watched = train(build(failing()), lambda w: w.on_nonfinite("replay"))
     assert watched == bare
 
 
-def test_raise_comes_before_weights_are_touched() -> None:
+def test_raise_comes_before_weights_are_changed() -> None:
     model = build(Forward())
     with pytest.raises(tbhooks.FindingError) as caught:
         train(model, lambda w: w.on_nonfinite("raise"))
-    assert caught.value.finding.step == SICK
-    assert "cannot be known where" in str(caught.value)
+    assert caught.value.finding.step == NONFINITE
+    assert "the source is unknown" in str(caught.value)
     assert all(parameter.isfinite().all() for parameter in model.parameters())
 
 
@@ -115,18 +115,18 @@ def test_raise_and_replay_together_name_the_module_in_the_exception() -> None:
         train(build(Forward()), lambda w: w.on_nonfinite("replay").on_nonfinite("raise"))
 
 
-def test_what_cannot_be_known_is_said() -> None:
-    times: list[bool] = []  # outside of the model, so that nobody can put it back
+def test_a_source_that_cannot_be_found_is_reported_as_unknown() -> None:
+    times: list[bool] = []  # outside of the model, where it is not restored
 
     class Sometimes(Forward):
         def forward(self, x: Tensor) -> Tensor:
-            times.append(self.sick)
-            return x * float("nan") if self.sick and sum(times) == 1 else x
+            times.append(self.fails)
+            return x * float("nan") if self.fails and sum(times) == 1 else x
 
     watching, _ = train(build(Sometimes()), lambda w: w.on_nonfinite("replay"))
     (finding,) = replayed(watching)
     assert finding.site is None
-    assert "is when run again: it cannot be known" in finding.message
+    assert "is when the step is run again: the source is unknown" in finding.message
 
 
 @pytest.mark.parametrize("how", ["compiled", "checkpointed", "autocast", "keywords"])
@@ -147,7 +147,7 @@ def test_it_is_named_however_the_model_is_called(how: str) -> None:
     assert finding.site.path == "4"
 
 
-def test_it_is_told_once_while_it_lasts_and_written_with_the_next_frame() -> None:
+def test_nonfinite_steps_in_a_row_are_reported_once_and_written_with_the_next_frame() -> None:
     watching, _ = train(build(Forward()), lambda w: w.on_nonfinite("replay"), steps=16)
     assert len(replayed(watching)) == 1
     assert watching is not None
@@ -168,13 +168,13 @@ def test_no_tensor_of_a_step_is_kept_after_it() -> None:
     assert zoo.hook_count(model) == 0
 
 
-def test_a_wrong_reaction_is_refused_with_the_right_ones() -> None:
+def test_an_unknown_reaction_raises_with_the_known_ones() -> None:
     with tbhooks.watch(build(nn.Identity())) as watching, pytest.raises(tbhooks.ArgumentError, match="replay"):
         watching.on_nonfinite("repaly")
 
 
 class Interrupted(list[Finding]):
-    """Findings to which the training thread adds another right after the background thread has looked through them."""
+    """Findings to which the training thread adds another one right after the background thread has read them."""
 
     def __init__(self, first: Finding, later: Finding) -> None:
         super().__init__([first])
@@ -197,7 +197,7 @@ def test_a_finding_that_comes_while_earlier_ones_are_being_written_is_written_to
 
 
 class Stateful(Forward):
-    """Draws from every generator there is and keeps count in every way there is; its output depends on all of it."""
+    """Has every kind of state and random generator; its output depends on all of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -227,9 +227,9 @@ class Stateful(Forward):
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
-def test_a_replay_changes_no_bit_of_training_whatever_modules_keep_and_draw(micro_batches: int) -> None:
+def test_a_replay_changes_no_bit_of_training_whatever_state_modules_have(micro_batches: int) -> None:
     def clean(optimizer: Any, *_: Any) -> None:
-        """After the watch has looked at them, the gradients of the sick step are set to zero: training goes on."""
+        """Sets the nonfinite gradients to zero, after the watch has checked them, so that training goes on."""
         for parameter in optimizer.param_groups[0]["params"]:
             parameter.grad.nan_to_num_(0.0, 0.0, 0.0)
 
@@ -246,7 +246,7 @@ def test_a_replay_changes_no_bit_of_training_whatever_modules_keep_and_draw(micr
         optimizer.register_step_pre_hook(clean)
         for step in range(12):
             for part in range(micro_batches):
-                model[4].sick = step == SICK and part == micro_batches - 1
+                model[4].fails = step == NONFINITE and part == micro_batches - 1
                 model(torch.randn(16, 8)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -269,9 +269,9 @@ def test_a_replay_changes_no_bit_of_training_whatever_modules_keep_and_draw(micr
     assert len(seen) == 12 * 6 * micro_batches, "hooks on gradients are not called by a replay"
 
 
-def test_a_pass_is_run_again_from_what_modules_held_before_it() -> None:
+def test_a_pass_is_run_again_with_the_state_from_before_it() -> None:
     class Third(Forward):
-        """Sick in its third call, by its own count."""
+        """Fails in its third call, by its own count."""
 
         calls = 0
 

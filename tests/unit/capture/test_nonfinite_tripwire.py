@@ -1,4 +1,4 @@
-"""The step at which gradients went non-finite is known although it was not logged."""
+"""The step at which gradients were first not finite is found even if it was not logged."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tests.support import fake_device
 from tests.support.loops import forward, mlp, sgd
 
 
-def train(model: nn.Module, steps: int, sick: Any, optimizer: Any = None, scaler: Any = None) -> None:
+def train(model: nn.Module, steps: int, nan_step: int | None, optimizer: Any = None) -> None:
     optimizer = optimizer or sgd(model)
     for step in range(steps):
         loss = forward(model)
-        if step == sick:
+        if step == nan_step:
             loss = loss * float("nan")
         loss.backward()
         optimizer.step()
@@ -30,25 +30,25 @@ def since(watching: tbhooks.Watch) -> dict[int, float | None]:
     return {frame.step: frame.scalars.get(NONFINITE_SINCE) for frame in watching.history}
 
 
-@pytest.mark.parametrize("sick", [0, 1, 7, 19, 20, 21])
-def test_the_first_logged_frame_after_it_says_when_it_began(sick: int) -> None:
+@pytest.mark.parametrize("nan_step", [0, 1, 7, 19, 20, 21])
+def test_the_next_logged_step_has_the_first_nonfinite_step(nan_step: int) -> None:
     model = mlp()
     with tbhooks.watch(model, every=20) as watching:
-        train(model, 41, sick)
-    first = next(step for step in (0, 20, 40) if step >= sick)
+        train(model, 41, nan_step)
+    first = next(step for step in (0, 20, 40) if step >= nan_step)
     known = since(watching)
-    assert known[first] == sick
+    assert known[first] == nan_step
     assert all(known[step] is None for step in known if step < first)
 
 
-def test_a_healthy_run_says_nothing() -> None:
+def test_nothing_is_recorded_if_all_gradients_are_finite() -> None:
     model = mlp()
     with tbhooks.watch(model, every=5) as watching:
         train(model, 16, None)
     assert set(since(watching).values()) == {None}
 
 
-def test_more_steps_than_can_be_put_aside_are_looked_at_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_buffer_is_evaluated_between_logged_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nonfinite_tripwire, "MOST_STEPS", 4)
     model = mlp()
     with tbhooks.watch(model, every=50) as watching:
@@ -56,7 +56,7 @@ def test_more_steps_than_can_be_put_aside_are_looked_at_in_between(monkeypatch: 
     assert since(watching) == {0: None, 50: 23.0}
 
 
-def test_several_optimizers_in_a_step_are_one_look() -> None:
+def test_several_optimizers_in_a_step_are_checked_once() -> None:
     model = mlp()
     first, second = (torch.optim.SGD(model[i].parameters(), lr=0.01) for i in (0, 2))
     with tbhooks.watch(model, every=10) as watching:
@@ -69,7 +69,7 @@ def test_several_optimizers_in_a_step_are_one_look() -> None:
 
 
 @pytest.mark.parametrize("gradients", ["sparse", "none", "half"])
-def test_odd_gradients_do_no_harm(gradients: str) -> None:
+def test_gradients_that_cannot_be_read_raise_nothing(gradients: str) -> None:
     model: Any = {
         "sparse": lambda: nn.Sequential(nn.Embedding(4, 4, sparse=True), nn.Linear(4, 1)),
         "none": lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).requires_grad_(False),
@@ -88,7 +88,7 @@ def test_odd_gradients_do_no_harm(gradients: str) -> None:
     assert set(since(watching).values()) == {None}
 
 
-def test_a_step_that_a_fused_optimizer_leaves_out_is_not_held_against_the_model() -> None:
+def test_a_step_that_a_fused_optimizer_skips_is_not_reported() -> None:
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
@@ -103,7 +103,7 @@ def test_a_step_that_a_fused_optimizer_leaves_out_is_not_held_against_the_model(
     assert watching.stats.skipped == 1
 
 
-def test_nothing_is_waited_for() -> None:
+def test_there_is_no_sync() -> None:
     model = fake_device.to_device(mlp())
     optimizer = sgd(model)
     with fake_device.Log() as record, tbhooks.watch(model, every=5) as watching:
@@ -120,7 +120,7 @@ LARGE = {torch.float16: 3e4, torch.bfloat16: 1e38, torch.float32: 1e37, torch.fl
 
 
 class Multiplied(nn.Module):
-    """One weight a sample; the gradient of each is exactly its input."""
+    """One weight per element; the gradient of each is exactly its input."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class Multiplied(nn.Module):
 
 
 def multiply(dtype: torch.dtype, gradients: list[float], reaction: str | None = None) -> tbhooks.Watch:
-    """One step with each of these as the gradient of all weights; every second step is logged."""
+    """Trains one step per gradient, which is that of all weights. Every second step is logged."""
     model = Multiplied(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with tbhooks.watch(model, every=2, rules=()) as watching:
@@ -155,7 +155,7 @@ def test_large_finite_gradients_are_finite_although_their_sum_is_not(dtype: torc
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("dtype", LARGE)
-def test_what_is_not_finite_is_known_in_every_format(dtype: torch.dtype, bad: float) -> None:
+def test_nonfinite_gradients_are_found_in_every_dtype(dtype: torch.dtype, bad: float) -> None:
     assert since(multiply(dtype, [0.0, bad, 0.0])) == {0: None, 2: 1.0}
 
 
@@ -166,7 +166,7 @@ def test_raise_lets_large_finite_gradients_pass(dtype: torch.dtype) -> None:
         multiply(dtype, [0.0, float("inf")], "raise")
 
 
-def test_a_backend_without_aminmax_is_served_by_the_infinity_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backend_without_aminmax_uses_the_infinity_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(*_: Any, **__: Any) -> None:
         raise NotImplementedError("aten::aminmax.out")
 
@@ -189,9 +189,9 @@ def test_a_step_costs_one_reduction_of_the_gradient() -> None:
     assert (with_watch - record.launches).total() == 1
 
 
-def train_until(steps: int, sick: Any, every: int = 5) -> dict[int, float | None]:
-    """Gradients are NaN in the steps that `sick` says, and in no other."""
-    watching = multiply_steps([float("nan") if sick(step) else 1.0 for step in range(steps)], every)
+def train_until(steps: int, is_nan: Any, every: int = 5) -> dict[int, float | None]:
+    """Gradients are NaN in the steps for which `is_nan` is true."""
+    watching = multiply_steps([float("nan") if is_nan(step) else 1.0 for step in range(steps)], every)
     return since(watching)
 
 
@@ -206,12 +206,12 @@ def multiply_steps(gradients: list[float], every: int) -> tbhooks.Watch:
     return watching
 
 
-def test_the_step_it_began_at_does_not_move_while_it_lasts() -> None:
+def test_the_first_nonfinite_step_stays_the_same_while_gradients_are_nonfinite() -> None:
     known = train_until(24, lambda step: step >= 7)
     assert known == {0: None, 5: None, 10: 7.0, 15: 7.0, 20: 7.0}
 
 
-def test_the_step_it_began_at_does_not_move_when_more_steps_go_by_than_can_be_put_aside(
+def test_the_first_nonfinite_step_stays_the_same_over_a_full_buffer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(nonfinite_tripwire, "MOST_STEPS", 3)
@@ -219,12 +219,12 @@ def test_the_step_it_began_at_does_not_move_when_more_steps_go_by_than_can_be_pu
     assert known == {0: None, 10: 7.0, 20: 7.0, 30: 7.0}
 
 
-def test_after_finite_steps_another_one_began_anew() -> None:
+def test_after_finite_steps_the_next_nonfinite_step_is_a_new_one() -> None:
     known = train_until(31, lambda step: step in (7, 12, 13) or step >= 22)
     assert known == {0: None, 5: None, 10: 7.0, 15: 12.0, 20: None, 25: 22.0, 30: 22.0}
 
 
-def test_a_change_of_the_gradients_format_forgets_nothing() -> None:
+def test_a_change_of_the_gradients_dtype_loses_nothing() -> None:
     first, second = Multiplied(torch.float64), Multiplied(torch.float32)
     model = nn.ModuleList([first, second])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)

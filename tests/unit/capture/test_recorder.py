@@ -405,7 +405,7 @@ def test_memory_for_copies_of_weights_is_given_back_in_the_end() -> None:
     model(torch.randn(2, 8)).sum().backward()
     optimizer.step()
     watching.close()
-    assert watching._session.parameters._before._block is None
+    assert watching._session.parameters._snapshots._block is None
 
 
 def test_a_step_does_not_end_while_another_thread_is_reading(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""`log_every`: running means of what is logged, kept on its device and written on steps of their own."""
+"""`log_every`: running means of logged scalars, summed on their device and written on a schedule of their own."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def made() -> tuple[nn.Module, torch.optim.Optimizer]:
 def train(
     each: Callable[[tbhooks.Watch, int, str], None], steps: int, every: int, log_every: int, **options: Any
 ) -> tbhooks.MemorySink:
-    """`each` is called at every place of a step where users log: with the watch, the step, and the place."""
+    """Trains, and calls `each` where users log: with the watch, the step, and "early" or "late"."""
     model, optimizer = made()
     kept = tbhooks.MemorySink()
     w = tbhooks.watch(model, kept, every=every, **options).log_every(log_every)
@@ -64,12 +64,12 @@ def test_means_since_the_last_write_are_written_on_their_own_schedule(place: str
     assert [frame.step for frame in kept.frames if frame.sites] == [step for step in range(7) if step % every == 0]
 
 
-def test_what_is_left_in_the_end_is_written_too() -> None:
+def test_remaining_means_are_written_on_close() -> None:
     kept = train(lambda w, step, here: w.log({"loss": VALUES[step]}) if here == "early" else None, 6, 100, 4)
     assert written(kept) == pytest.approx({0: VALUES[0], 4: sum(VALUES[1:5]) / 4, 5: VALUES[5]})
 
 
-def test_values_may_be_missing_and_come_several_times() -> None:
+def test_a_tag_may_have_no_value_or_several_in_a_step() -> None:
     def log(w: tbhooks.Watch, step: int, here: str) -> None:
         if here == "early":
             for i in range(step % 3):
@@ -85,7 +85,7 @@ def test_values_may_be_missing_and_come_several_times() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_one_bad_value_shows_and_the_next_mean_is_free_of_it(bad: float) -> None:
+def test_a_nonfinite_value_affects_only_its_own_mean(bad: float) -> None:
     kept = train(lambda w, step, here: w.log({"loss": bad if step == 1 else 1.0}), steps=5, every=100, log_every=2)
     values = written(kept)
     assert values[0] == 1.0
@@ -93,7 +93,7 @@ def test_one_bad_value_shows_and_the_next_mean_is_free_of_it(bad: float) -> None
     assert values[4] == 1.0
 
 
-def test_a_log_at_the_end_of_each_micro_batch_is_of_its_own_step() -> None:
+def test_a_log_at_the_end_of_each_micro_batch_belongs_to_its_own_step() -> None:
     """Accumulation as people write it: the last log of a step comes after the optimizer, the others before."""
     model, optimizer = made()
     kept = tbhooks.MemorySink()
@@ -150,7 +150,7 @@ def test_an_evaluation_has_a_mean_of_its_own_written_when_training_goes_on() -> 
 
 @pytest.mark.parametrize("every", [1, 2, 5])
 @pytest.mark.parametrize("place", ["early", "late"])
-def test_on_a_device_there_is_one_copy_a_written_step_and_no_sync(every: int, place: str) -> None:
+def test_on_a_device_there_is_one_copy_per_written_step_and_no_sync(every: int, place: str) -> None:
     case, kept, made_, counts = zoo.ZOO["mlp"], tbhooks.MemorySink(), [], []
     losses: list[float] = []
     zoo.train(case, 9, each_step=lambda _, loss: losses.append(float(loss.detach())))
@@ -178,12 +178,12 @@ def test_on_a_device_there_is_one_copy_a_written_step_and_no_sync(every: int, pl
     made_[0].close()
     per_step = [b - a for a, b in itertools.pairwise(counts)]
     assert per_step[:-1] == [int(step % every == 0 or step % 2 == 0) for step in range(8)]
-    assert per_step[-1] == 0, "the last step waits for what is still to be logged to it"
+    assert per_step[-1] == 0, "the last step is held for late scalars"
     expected = {0: losses[0], **{step: (losses[step - 1] + losses[step]) / 2 for step in range(2, 9, 2)}}
     assert written(kept) == pytest.approx(expected, rel=1e-6)
 
 
-def test_an_unwritten_step_launches_one_addition_a_value() -> None:
+def test_an_unwritten_step_launches_one_addition_per_value() -> None:
     def launches(log_every: int | None) -> list[int]:
         counts: list[int] = []
         made_: list[Any] = []
@@ -220,20 +220,20 @@ def test_training_is_the_same_to_the_bit() -> None:
     assert made_[0].stats.errors == 0
 
 
-def test_no_hook_stays_behind_or_is_there_in_a_pause() -> None:
+def test_there_is_no_hook_after_close_or_in_a_pause() -> None:
     model, _ = made()
     w = tbhooks.watch(model, every=100, step="manual")
     model(torch.ones(1, 3))
     w.step()
     w.step()
-    assert not model._forward_pre_hooks, "off, it costs no hook"
+    assert not model._forward_pre_hooks, "no hook unless it is turned on"
     w.log_every(1).progress()
     assert len(model._forward_pre_hooks) == 1
     with w.paused():
         assert not model._forward_pre_hooks
     assert len(model._forward_pre_hooks) == 1
     copy.deepcopy(model)(torch.ones(1, 3))
-    assert not w._session._metrics._samples, "a copy of the model counts for nothing"
+    assert not w._session._scalars.metrics._samples, "forwards of a copy of the model are not counted"
     w.close()
     assert not model._forward_pre_hooks
 
@@ -247,7 +247,7 @@ def test_values_on_several_devices_have_one_mean() -> None:
     assert written(kept)[6] == pytest.approx(sum(VALUES[1:]) / 6)
 
 
-def test_means_are_wide_however_narrow_the_values_are() -> None:
+def test_means_are_float64_whatever_the_dtype_of_the_values() -> None:
     def log(w: tbhooks.Watch, step: int, here: str) -> None:
         if here == "early":
             w.log({"loss": fake_device.put(torch.tensor(2048.0 if step == 1 else 1.0, dtype=torch.bfloat16))})
@@ -317,7 +317,7 @@ def read(model: nn.Module) -> Tensor:
     return model(1.0, torch.ones(5, 3), mask=torch.ones(5, 4, dtype=torch.bool), tokens=tokens)
 
 
-def test_progress_tells_settings_of_each_group_speed_and_memory() -> None:
+def test_progress_logs_settings_of_each_group_speed_and_memory() -> None:
     model, kept = Reader(), tbhooks.MemorySink()
     groups: list[Any] = [
         {"params": model.table.parameters(), "name": "table", "weight_decay": 0.5},
@@ -350,7 +350,7 @@ def test_progress_tells_settings_of_each_group_speed_and_memory() -> None:
     assert w.stats.errors == 0
 
 
-def test_a_learning_rate_is_told_as_the_step_used_it() -> None:
+def test_the_logged_learning_rate_is_the_one_of_the_step() -> None:
     model, kept = made()[0], tbhooks.MemorySink()
     sgd = torch.optim.SGD(model.parameters(), lr=torch.tensor(1.0))
     scheduler = torch.optim.lr_scheduler.ExponentialLR(sgd, gamma=0.5)
@@ -363,15 +363,15 @@ def test_a_learning_rate_is_told_as_the_step_used_it() -> None:
     assert written(kept, "train.lr/0") == {0: 1.0, 1: 0.5, 2: 0.25}
 
 
-def test_momentum_is_told_and_what_is_not_asked_for_is_not() -> None:
+def test_momentum_is_logged_and_other_parts_are_not() -> None:
     model, kept = made()[0], tbhooks.MemorySink()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.875)
     w = tbhooks.watch(model, kept, every=1).progress("optimizer")
     model(torch.ones(4, 3)).sum().backward()
     sgd.step()
     w.close()
-    told = {tag for tag in kept.frames[0].scalars if tag.startswith("train.") and "grad_norm" not in tag}
-    assert told == {"train.lr/0", "train.momentum/0", "train.weight_decay/0"}
+    tags = {tag for tag in kept.frames[0].scalars if tag.startswith("train.") and "grad_norm" not in tag}
+    assert tags == {"train.lr/0", "train.momentum/0", "train.weight_decay/0"}
     assert kept.frames[0].scalars["train.momentum/0"] == 0.875
 
 
@@ -418,7 +418,7 @@ def test_tensorboard_reads_the_means(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_what_is_left_when_the_model_is_deleted_is_written_too() -> None:
+def test_remaining_means_are_written_when_the_model_is_deleted() -> None:
     model, kept = nn.Linear(3, 2), tbhooks.MemorySink()
     w = tbhooks.watch(model, kept, every=4).log_every(4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

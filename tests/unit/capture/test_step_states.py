@@ -1,7 +1,7 @@
-"""Every order of events in a step, against a model of what is to be written: labels, contents, counts.
+"""Model-based test: whatever the order of events in a loop, the right steps are written with the right contents.
 
-`Expected` is that model, in plain Python. The machine drives a real training loop and the model side by side, and in
-the end compares every frame that was written.
+`Expected` is the model, in plain Python. Hypothesis drives a real training loop and the model side by side. In the end
+all frames that were written are compared with the model.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NAMES = st.sampled_from([[], [], [TAGS[0]], [TAGS[1]], list(TAGS)])
 
 @dataclass
 class One:
-    """One step as it is to be written, if it is a logged one."""
+    """The expected contents of one step: its forwards, whether an optimizer stepped, and its scalars."""
 
     forwards: int = 0
     stepped: bool = False
@@ -38,14 +38,14 @@ class One:
 
 @dataclass
 class Expected:
-    """Steps count optimizer steps from 0, and every `every`-th is logged.
+    """The expected steps of a run. Optimizer steps are counted from 0, and every `every`-th step is logged.
 
-    A number belongs to the iteration it is logged in, from its first forward to its optimizer's step. After that, and
-    until the next training forward, it belongs to the step that has just ended, if that is a logged one that has no
-    number of this name: the name is then known as one that is logged late. Otherwise it was logged before the forward
-    of the step that is next, unless its name is known as a late one: then it is of no logged step. What is logged
-    in an iteration that a scaler skips, and after it, is of no step at all. In a pause nothing is logged here: no hook
-    is on then, so forwards are not seen.
+    * A scalar that is logged between the first forward of an iteration and its optimizer step belongs to that step.
+    * Between the optimizer step and the next training forward a scalar belongs to the step that has just ended, if that
+      step is a logged one and has no scalar of this name. The name is then a late name.
+    * If not, the scalar belongs to the next step, or to no step if its name is a late name.
+    * In an iteration that a GradScaler skips, and after it, scalars belong to no step.
+    * In a pause nothing is logged in this test: no hook is on the model, so forwards are not noticed.
     """
 
     every: int
@@ -87,13 +87,13 @@ class Expected:
         self.open, self.in_iteration, self.was_skipped = One(), False, True
 
     def written(self) -> dict[int, One]:
-        """A step of which nothing was read and nothing logged leaves no frame."""
+        """Returns the steps that are written. A step without records and scalars has no frame."""
         found = {step: one for step, one in enumerate(self.ended) if self.is_logged(step)}
         return {step: one for step, one in found.items() if one.forwards or one.stepped or one.scalars}
 
 
 class Steps(RuleBasedStateMachine):
-    """A training loop whose events come in any order that a loop can have."""
+    """A training loop with events in any order that is possible in a loop."""
 
     @initialize(every=st.integers(1, 3))
     def begin(self, every: int) -> None:
@@ -137,7 +137,7 @@ class Steps(RuleBasedStateMachine):
     @precondition(lambda self: not self.has_gradients and not self.losses)
     @rule(each=st.lists(st.tuples(NAMES, NAMES, st.booleans()), min_size=1, max_size=8))
     def iterations(self, each: list[tuple[list[str], list[str], bool]]) -> None:
-        """The usual order: names that are logged early and late, and whether a scaler skips it."""
+        """Iterations in the usual order, each with early and late scalars, and whether the GradScaler skips it."""
         for early, late, skips in each:
             self.forward()
             for name in early if not self.expected.paused else ():
@@ -168,7 +168,7 @@ class Steps(RuleBasedStateMachine):
     @precondition(lambda self: not self.losses)
     @rule()
     def evaluation(self) -> None:
-        if not self.expected.ended:  # what was evaluated before a model has ever trained is read as training
+        if not self.expected.ended:  # before its first training step, an evaluation is read as training
             return
         self.model.eval()
         with torch.no_grad():
@@ -197,7 +197,7 @@ class Steps(RuleBasedStateMachine):
         assert self._written() == self.expected.written()
 
     def _written(self) -> dict[int, One]:
-        """Of steps that have ended; a step may come in several frames, of which one has the statistics."""
+        """Returns the contents of the frames of ended steps. Of several frames of a step, one has the statistics."""
         found: dict[int, One] = {}
         for frame in self.kept.frames:
             if frame.step >= len(self.expected.ended):
@@ -212,7 +212,7 @@ class Steps(RuleBasedStateMachine):
                 one.forwards = int(_count(frame, "0", "activation")) // ROWS
                 one.stepped = ("0.weight", "update") in frame
                 assert _count(frame, "0.weight", "update") in (0, 4 * WIDTH)
-        return {step: one for step, one in found.items() if one != One()}  # the scale of a pause's steps is told
+        return {step: one for step, one in found.items() if one != One()}  # in a pause only the loss scale is written
 
 
 def _count(frame: tbhooks.Frame, path: str, kind: str) -> Any:

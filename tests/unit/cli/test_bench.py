@@ -101,7 +101,7 @@ def test_the_command_says_what_is_wrong_and_no_traceback(tmp_path: Path) -> None
         ("--model", "train"): "module:factory",
         ("--model", "trian:make_model"): "did you mean 'train'?",
         ("--every", "0"): "every must be an integer >= 1",
-        ("--device", "gpu"): "device is cpu, cuda or cuda:N",
+        ("--device", "gpu"): "device must be cpu, cuda or cuda:N",
     }.items():
         done = run(*arguments, cwd=tmp_path)
         assert done.returncode == 2
@@ -141,11 +141,11 @@ HEAD = "import torch\nfrom torch import nn\n"
         ("theirs:make", "1 / 0", "importing 'theirs' failed: ZeroDivisionError"),
         ("theirs:make", "raise SystemExit(0)", "ended the program when it was imported"),
         ("theirs:mak", "def make(): pass", "has no factory 'mak': did you mean 'make'?"),
-        ("theirs:make", "make = 3", "theirs:make is 3 (int); a factory is a function"),
+        ("theirs:make", "make = 3", "theirs:make is 3; a factory is a function"),
         ("theirs:make", f"{HEAD}make = nn.Linear(2, 2)", "a factory is a function that makes a model"),
         ("theirs:make", "def make(width): pass", "needs width; a factory is called without arguments"),
         ("theirs:make", "def make(): raise KeyError('x')", "theirs:make failed: KeyError: 'x'"),
-        ("theirs:make", "def make(): return 3", "returned 3 (int): a factory returns (model, loss_function)"),
+        ("theirs:make", "def make(): return 3", "returned 3: a factory returns (model, loss_function)"),
         ("theirs:make", "def make(): return 1, 2, 3", "a factory returns (model, loss_function)"),
     ],
 )  # fmt: skip
@@ -171,12 +171,12 @@ OTHER = nn.Linear(8, 2)
         (nn.ReLU(), "has no parameters"),
         (nn.Linear(8, 8).requires_grad_(False), "no parameter that requires a gradient"),
         (nn.LazyLinear(2), "lazy parameters"),
-        (small(), "a model and nothing to feed it"),
+        (small(), "a model without inputs"),
         ((small(), torch.randn(4, 9)), "the loss of the model failed: RuntimeError"),
         ((small(), {"inpt": INPUTS}), "inpt"),
-        ((small(), lambda model: model(INPUTS)), "is one number, not a tensor of shape (4, 2)"),
-        ((small(), lambda model: 0.5), "is a tensor, not 0.5"),
-        ((small(), lambda model: None), "is a tensor, not None"),
+        ((small(), lambda model: model(INPUTS)), "must be one number, got shape (4, 2)"),
+        ((small(), lambda model: 0.5), "must be a tensor, got 0.5"),
+        ((small(), lambda model: None), "must be a tensor, got None"),
         ((small(), without_gradient), "does not depend on any parameter"),
         ((small(), lambda model: OTHER(INPUTS).sum()), "no gradient reached any parameter"),
         ((small(), lambda model: 1 / 0), "the loss of the model failed: ZeroDivisionError"),
@@ -185,7 +185,7 @@ OTHER = nn.Linear(8, 2)
 )
 def test_a_model_that_cannot_be_trained_gets_a_sentence(made: Any, expected: str) -> None:
     with pytest.raises(tbhooks.ArgumentError) as raised:
-        bench.of(made, CPU)
+        bench.make_workload(made, CPU)
     assert expected in str(raised.value)
 
 
@@ -196,7 +196,7 @@ class Uncopyable(nn.Linear):
 
 def test_a_model_that_cannot_be_copied_is_told() -> None:
     with pytest.raises(tbhooks.ArgumentError, match=r"cannot be copied.*no copies"):
-        bench.of((Uncopyable(8, 2), INPUTS), CPU)
+        bench.make_workload((Uncopyable(8, 2), INPUTS), CPU)
 
 
 class WithOwnInputs(nn.Linear):
@@ -228,7 +228,7 @@ class Fed(nn.Module):
     ids=["tensor", "tuple", "dict", "loss", "own inputs", "no inputs", "list"],
 )
 def test_what_a_factory_may_return(made: Any) -> None:
-    used = bench.of(made, CPU)
+    used = bench.make_workload(made, CPU)
     assert used.loss(used.model).requires_grad
 
 
@@ -244,7 +244,7 @@ def test_an_outputs_own_loss_is_the_loss() -> None:
             return Output(y.sum() * 3, y)
 
     model = Model(8, 2)
-    used = bench.of((model, INPUTS), CPU)
+    used = bench.make_workload((model, INPUTS), CPU)
     expected = 3 * nn.Linear.forward(model, INPUTS).sum()
     torch.testing.assert_close(used.loss(used.model), expected)
 
@@ -264,13 +264,13 @@ def test_the_built_in_model_needs_torch_only_and_says_that_ones_own_is_better() 
 
 @pytest.mark.parametrize("text", ["cuda:", "cuda:x", "tpu", "cpu:-1", ""])
 def test_a_device_that_is_none_is_refused(text: str) -> None:
-    with pytest.raises(tbhooks.ArgumentError, match="device is cpu, cuda or cuda:N"):
+    with pytest.raises(tbhooks.ArgumentError, match="device must be cpu, cuda or cuda:N"):
         bench.device_named(text)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
 def test_a_device_that_is_not_there_is_named() -> None:
-    with pytest.raises(tbhooks.ArgumentError, match=r"'cuda:1' was asked for, but torch .* (without CUDA|no CUDA)"):
+    with pytest.raises(tbhooks.ArgumentError, match=r"'cuda:1' is not available: torch .* (without CUDA|no CUDA)"):
         bench.device_named("cuda:1")
 
 
@@ -290,12 +290,12 @@ class Clock:
         return self._seconds.pop(0)
 
 
-def trainee(name: str, observe: timing.Observe, directory: Path, **options: Any) -> timing.Trainee:
-    return timing.Trainee(name, small(), lambda model: model(INPUTS).square().mean(), observe, directory, **options)
+def variant(name: str, observe: timing.Observe, directory: Path, **options: Any) -> timing.Variant:
+    return timing.Variant(name, small(), lambda model: model(INPUTS).square().mean(), observe, directory, **options)
 
 
 def test_ratios_compare_turns_of_one_round_and_orders_change(tmp_path: Path) -> None:
-    a, b = (trainee(name, timing.bare, tmp_path) for name in "ab")
+    a, b = (variant(name, timing.bare, tmp_path) for name in "ab")
     # Rounds: a b, b a, a b, b a; the machine is ten times slower in the second.
     timing.run_rounds([a, b], 4, 1, Clock(1.0, 2.0, 20.0, 10.0, 1.0, 2.0, 2.2, 1.0), lambda done, of: None)
     assert list(a.seconds.values()) == [1.0, 10.0, 1.0, 1.0]
@@ -310,8 +310,8 @@ def test_ratios_compare_turns_of_one_round_and_orders_change(tmp_path: Path) -> 
 
 def test_a_turn_is_divided_by_its_steps_and_rare_ones_make_fewer(tmp_path: Path) -> None:
     often, rarely = (
-        trainee("often", timing.bare, tmp_path),
-        trainee("rarely", timing.bare, tmp_path, every_nth_round=3, most_steps_a_turn=2),
+        variant("often", timing.bare, tmp_path),
+        variant("rarely", timing.bare, tmp_path, every_nth_round=3, most_steps_a_turn=2),
     )
     done: list[int] = []
     timing.run_rounds([often, rarely], 4, 5, Clock(*[1.0] * 10), lambda number, of: done.append(number))
@@ -323,8 +323,8 @@ def test_a_turn_is_divided_by_its_steps_and_rare_ones_make_fewer(tmp_path: Path)
 def test_no_watch_listens_to_the_optimizers_of_other_turns(tmp_path: Path) -> None:
     """They would be timed with the bare model."""
     before = [dict(hooks) for hooks in timing._HOOKS]
-    watched = trainee("watched", timing.watched(every=1), tmp_path)
-    alone = trainee("bare", timing.bare, tmp_path)
+    watched = variant("watched", timing.watched(every=1), tmp_path)
+    alone = variant("bare", timing.bare, tmp_path)
     assert [dict(hooks) for hooks in timing._HOOKS] == before
     called: list[int] = []
 
@@ -346,7 +346,7 @@ def test_those_who_share_a_model_observe_it_in_their_own_turns_only(tmp_path: Pa
     model = small()
     optimizer = timing.make_optimizer(model)
     alone, watched = (
-        timing.Trainee(name, model, lambda m: m(INPUTS).square().mean(), observe, tmp_path / name, shared=optimizer)
+        timing.Variant(name, model, lambda m: m(INPUTS).square().mean(), observe, tmp_path / name, shared=optimizer)
         for name, observe in (("alone", timing.bare), ("watched", timing.watched(every=1)))
     )
     seen: list[int] = []
@@ -362,7 +362,7 @@ def test_those_who_share_a_model_observe_it_in_their_own_turns_only(tmp_path: Pa
 
 def test_a_turn_that_raises_leaves_no_watch_listening(tmp_path: Path) -> None:
     before = [dict(hooks) for hooks in timing._HOOKS]
-    watched = trainee("watched", timing.watched(every=1), tmp_path)
+    watched = variant("watched", timing.watched(every=1), tmp_path)
     watched.loss = lambda model: model(torch.ones(1, 9)).sum()
     with pytest.raises(RuntimeError):
         watched.steps(1)
@@ -394,7 +394,7 @@ def test_rounds_are_planned_to_take_a_minute_or_what_was_asked(
 def test_wrong_numbers_are_refused(wrong: dict[str, Any]) -> None:
     name = next(iter(wrong))
     with pytest.raises(tbhooks.ArgumentError, match=f"{name} must be an integer >="):
-        bench.measure(bench.of((small(), INPUTS), CPU), **wrong)
+        bench.measure(bench.make_workload((small(), INPUTS), CPU), **wrong)
 
 
 # --- The whole ----------------------------------------------------------------------------------------
@@ -405,7 +405,7 @@ def test_a_measurement_has_every_number_and_leaves_nothing_behind() -> None:
     told: list[str] = []
     model = small()
     weights = [parameter.clone() for parameter in model.parameters()]
-    measured = bench.measure(bench.of((model, INPUTS), CPU), every=50, steps=10, tell=told.append)
+    measured = bench.measure(bench.make_workload((model, INPUTS), CPU), every=50, steps=10, tell=told.append)
     assert len(told) == 1
     assert "rounds" in told[0]
     assert not tbhooks.api.lifecycle.open_watches
@@ -428,7 +428,7 @@ def test_a_model_that_fails_later_is_told_in_a_sentence() -> None:
         return model(INPUTS).sum()
 
     with pytest.raises(tbhooks.TbhooksError, match="a step of the model failed: the data is over"):
-        bench.measure(bench.of((small(), loss), CPU), steps=5)
+        bench.measure(bench.make_workload((small(), loss), CPU), steps=5)
     assert not tbhooks.api.lifecycle.open_watches
 
 
@@ -441,7 +441,7 @@ def test_too_little_memory_is_explained() -> None:
         return model(INPUTS).sum()
 
     with pytest.raises(tbhooks.TbhooksError, match="a copy of the model is trained"):
-        bench.measure(bench.of((small(), loss), CPU), steps=5)
+        bench.measure(bench.make_workload((small(), loss), CPU), steps=5)
 
 
 # --- What is said -------------------------------------------------------------------------------------
@@ -473,7 +473,7 @@ def test_a_site_costs_its_share_of_what_a_logged_step_takes_longer() -> None:
     [
         ((1.0, 0.99, 1.01), (1.10, 1.09, 1.11), 100, "At every=100 training is 0.1 % slower."),
         ((1.0, 0.99, 1.01), (1.50, 1.49, 1.51), 10, "5 % slower. With every=50 it would be about 1 %."),
-        ((1.05, 1.04, 1.06), (1.50, 1.49, 1.51), 100, "not logged cost 5 % already"),
+        ((1.05, 1.04, 1.06), (1.50, 1.49, 1.51), 100, "not logged already cost 5 %"),
         ((1.0, 0.99, 1.01), (1.05, 0.95, 1.20), 100, "within the noise of this machine; at every=100"),
         ((1.0, 0.99, 1.01), (0.90, 0.89, 0.91), 100, "the machine was busy"),
     ],
@@ -487,8 +487,8 @@ def test_what_was_counted_on_a_device_is_said() -> None:
         result((1.0, 0.99, 1.01), (1.1, 1.09, 1.11)), copies=1, waits="passed", kernel="Triton", device="cuda:0"
     )
     told = bench.text(on_device)
-    assert "copies from the device to the host in a logged step: 1\n" in told
-    assert "every wait for the device forbidden: passed" in told
+    assert "device-to-host copies per logged step: 1\n" in told
+    assert "without any synchronization with the device: passed" in told
     assert "Triton kernel" in told
     assert "thread" not in told
 
@@ -515,25 +515,25 @@ def test_copies_are_told_by_their_names() -> None:
 
 
 @pytest.fixture
-def on_simulated_device() -> Iterator[tuple[timing.Trainee, timing.Trainee]]:
-    """A bare and a logged trainee."""
+def on_simulated_device() -> Iterator[tuple[timing.Variant, timing.Variant]]:
+    """A bare and a logged variant."""
     inputs = fake_device.put(INPUTS)
     made = []
     for observe in (timing.bare, lambda model, *_: observed(model)):
         model = fake_device.to_device(small())
-        made.append(timing.Trainee("", model, lambda model: model(inputs).square().mean(), observe, Path()))
+        made.append(timing.Variant("", model, lambda model: model(inputs).square().mean(), observe, Path()))
         made[-1].steps(2)
     yield made[0], made[1]
     made[1].close()
 
 
-def observed(model: nn.Module) -> timing.Observer:
+def observed(model: nn.Module) -> timing.Monitor:
     watching = tbhooks.watch(model, every=1)
-    return timing.Observer(watching.flush, watching.close, watching)
+    return timing.Monitor(watching.flush, watching.close, watching)
 
 
 def test_a_logged_step_makes_one_copy_on_the_simulated_device(
-    on_simulated_device: tuple[timing.Trainee, timing.Trainee],
+    on_simulated_device: tuple[timing.Variant, timing.Variant],
 ) -> None:
     def count(run: cuda_counters.Run) -> int:
         with fake_device.Log() as log:
@@ -556,12 +556,12 @@ def no_waiting() -> Iterator[None]:
 
 
 def test_a_logged_step_does_not_wait_for_the_simulated_device(
-    on_simulated_device: tuple[timing.Trainee, timing.Trainee],
+    on_simulated_device: tuple[timing.Variant, timing.Variant],
 ) -> None:
     assert runner.waits(*on_simulated_device, no_waiting) == "passed"
 
 
-def test_who_waits_is_told(on_simulated_device: tuple[timing.Trainee, timing.Trainee]) -> None:
+def test_who_waits_is_told(on_simulated_device: tuple[timing.Variant, timing.Variant]) -> None:
     bare, logged = on_simulated_device
     plain = bare.loss
 
@@ -573,14 +573,14 @@ def test_who_waits_is_told(on_simulated_device: tuple[timing.Trainee, timing.Tra
     logged.loss = waiting
     assert runner.waits(bare, logged, no_waiting) == "failed: called a synchronizing operation"
     bare.loss = waiting
-    assert runner.waits(bare, logged, no_waiting).startswith("cannot be told: the model waits for the device itself")
+    assert runner.waits(bare, logged, no_waiting).startswith("unknown: the model itself synchronizes with the device")
 
 
 def test_a_wait_that_a_watch_keeps_from_training_is_found_by_its_count() -> None:
     errors = iter([0, 1])
     nothing = contextlib.nullcontext
     assert cuda_counters.waits(lambda: None, lambda: None, lambda: next(errors), nothing) == (
-        "failed: a hook waited for the device"
+        "failed: a hook synchronized with the device"
     )
 
 

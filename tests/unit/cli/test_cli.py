@@ -39,18 +39,18 @@ def test_the_demo_trains_shows_what_it_saw_says_how_to_look_and_leaves_a_run_to_
     check_what_the_run_tells(tmp_path)
     again = run("demo", "--steps", "10", cwd=tmp_path)
     assert "runs/digits-2" in again.stdout
-    assert len(list((tmp_path / "runs/digits-2-sick").glob("events*"))) == 1
+    assert len(list((tmp_path / "runs/digits-2-diverging").glob("events*"))) == 1
     assert len(list((tmp_path / "runs/digits").glob("events*"))) == 1
 
 
-def test_the_demo_shows_a_sick_network_beside_the_healthy_one(tmp_path: Path) -> None:
+def test_the_demo_shows_a_diverging_network_beside_a_normal_one(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     done = run("demo", "--steps", "60", cwd=tmp_path)
-    healthy, _, sick = done.stdout.partition("The same network again")
-    assert "Nothing wrong was found." in healthy
-    assert "Update-to-weight ratio too high" in sick
+    normal, _, diverging = done.stdout.partition("The same network again")
+    assert "No issues found." in normal
+    assert "Update-to-weight ratio too high" in diverging
     assert run("check", "runs/digits", "--fail-on", "warning", cwd=tmp_path).returncode == 0
-    assert run("check", "runs/digits-sick", "--fail-on", "warning", cwd=tmp_path).returncode == 1
+    assert run("check", "runs/digits-diverging", "--fail-on", "warning", cwd=tmp_path).returncode == 1
 
 
 def test_the_demo_refuses_a_wrong_every(tmp_path: Path) -> None:

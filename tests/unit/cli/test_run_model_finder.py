@@ -20,8 +20,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 import tbhooks
 from tbhooks import runs
-from tbhooks.cli.run import launcher, model_finder
-from tbhooks.cli.run import options as command
+from tbhooks.cli.run import launcher, model_finder, options
 from tbhooks.cli.run.model_finder import covering
 from tbhooks.cli.run.session import Session
 from tbhooks.data.frame import KINDS, Severity
@@ -35,10 +34,10 @@ def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Begin]:
     monkeypatch.chdir(tmp_path)
     begun: list[Session] = []
 
-    def start(*options: str) -> Session:
-        words = options if "--every" in options else ("--every", "2", *options)
-        session = Session(*command.understood([*words, "train.py"], {}))
-        session.add_collector()
+    def start(*given: str) -> Session:
+        words = given if "--every" in given else ("--every", "2", *given)
+        session = Session(*options.parse([*words, "train.py"], {}))
+        session.patch()
         begun.append(session)
         return session
 
@@ -318,7 +317,32 @@ def test_an_optimizer_made_for_every_step_is_looked_at_once(begin: Begin, monkey
     train(lambda x: model(x + pixels), torch.optim.SGD([pixels], lr=0.1))
     assert len(looks) == 1
     assert not torch_module._has_any_global_hook()
-    assert "nothing found wrong" in session.close()
+    assert "no issues found" in session.close()
+
+
+class ReturnsLoss(nn.Module):
+    """Returns its own loss, as the models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.inner(x)
+        return {"loss": logits.square().mean(), "logits": logits}
+
+
+def test_a_loss_that_the_model_returns_is_in_the_summary(begin: Begin) -> None:
+    session = begin("--every", "2")
+    model = ReturnsLoss()
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for _ in range(5):
+        losses.append(model(torch.ones(8, 4))["loss"])
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    first, last = losses[0].item(), losses[4].item()
+    assert f"\n  loss returned by the model: {first:.3g} at step 0, {last:.3g} at step 4\n" in session.close()
 
 
 def test_parameters_that_are_added_to_an_optimizer_are_seen_from_the_first_step(begin: Begin, tmp_path: Path) -> None:
@@ -407,7 +431,7 @@ def test_a_search_over_many_models_is_not_followed_to_its_end(
         train(model, sgd(model), steps=1)
     assert len(session.watched) == 3
     assert [record.message for record in caplog.records] == [
-        "3 models are watched; the script goes on with others, which are not"
+        "3 models are watched; further models of the script are not"
     ]
 
 
@@ -517,7 +541,7 @@ def test_a_writer_that_is_closed_between_trainings_is_followed_by_the_next(begin
     directories = list(dict.fromkeys(["first", following]))
     steps = [frame.step for directory in directories for frame in runs.read(directory).training]
     assert steps == [0, 1, 2, 3, 4, 5]
-    assert said.startswith(f"{', '.join(directories)}: 6 of 6 steps logged, nothing found wrong\nto look: ")
+    assert said.startswith(f"{', '.join(directories)}: 6 of 6 steps logged, no issues found\nto view: ")
 
 
 def test_the_run_of_hyperparameters_below_a_writers_is_no_run_of_ours(begin: Begin) -> None:
@@ -538,8 +562,8 @@ def test_a_model_that_comes_later_lies_below_a_writer_in_a_relative_directory(be
         train(model, sgd(model))
         writer.flush()
     assert session.close().splitlines() == [
-        "mine: 2 of 3 steps logged, nothing found wrong", "mine/Linear: 2 of 3 steps logged, nothing found wrong",
-        "to look: tensorboard --logdir mine, or tbhooks report mine",
+        "mine: 2 of 3 steps logged, no issues found", "mine/Linear: 2 of 3 steps logged, no issues found",
+        "to view: tensorboard --logdir mine, or tbhooks report mine",
     ]  # fmt: skip
 
 
@@ -586,7 +610,7 @@ def test_two_models_lie_below_the_directory_of_the_scripts_writer(begin: Begin, 
         train(lambda x: decoder(encoder(x)), sgd(encoder, decoder))
     said = session.close()
     assert sorted(child.name for child in (tmp_path / "mine").iterdir() if child.is_dir()) == ["Linear", "Sequential"]
-    assert "to look: tensorboard --logdir mine" in said
+    assert "to view: tensorboard --logdir mine" in said
 
 
 def test_a_relative_directory_is_that_of_the_start(
@@ -630,7 +654,7 @@ def test_a_remote_logdir_is_written_to_and_no_directory_of_that_name_is_made(
     said = session.close()
     assert steps_in(bucket, "/bucket/try", tmp_path) == [0, 2]
     assert said.startswith("memory://bucket/try: 2 of 3 steps logged")
-    assert said.endswith("\nto look: tensorboard --logdir memory://bucket/try")
+    assert said.endswith("\nto view: tensorboard --logdir memory://bucket/try")
     assert [path.name for path in tmp_path.iterdir()] == ["copied.tfevents"]
 
 
@@ -672,7 +696,7 @@ def test_runs_here_and_elsewhere_are_both_in_the_hint(begin: Begin, tmp_path: Pa
     hint = session.close().splitlines()[-1]
     assert (
         hint
-        == "to look: tensorboard --logdir mine, or tensorboard --logdir memory://bucket/mine, or tbhooks report mine"
+        == "to view: tensorboard --logdir mine, or tensorboard --logdir memory://bucket/mine, or tbhooks report mine"
     )
 
 
@@ -723,18 +747,18 @@ def test_why_there_is_nothing_is_said(begin: Begin, tmp_path: Path) -> None:
 
     session = begin()
     optimizer = sgd(net())
-    assert session.close() == "nothing was logged: nothing that the optimizer trains was called"
+    assert session.close() == "nothing was logged: no model that the optimizer trains was called"
 
     session = begin()
     pixels = nn.Parameter(torch.zeros(8, 4))
     train(lambda x: x + pixels, torch.optim.SGD([pixels], lr=0.1))
-    assert session.close() == "nothing was logged: what the optimizer steps is in no module"
+    assert session.close() == "nothing was logged: the optimizer's parameters belong to no module"
 
     session = begin("--kinds", "weight")
     model = net()
     optimizer = sgd(model)  # noqa: F841  it is to live
     model(batch())
-    assert session.close() == "nothing was logged: a model was found, but none of its steps came to an end"
+    assert session.close() == "nothing was logged: a model was found, but no step of it ended"
     assert not (tmp_path / "runs").exists()
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tbhooks.cli import commands
-from tbhooks.cli.run.options import Options, Target, split, understood
+from tbhooks import cli
+from tbhooks.cli.run.options import Options, Target, parse, split
 from tbhooks.data.errors import ArgumentError
 
 
@@ -30,12 +30,12 @@ def test_options_end_where_the_script_begins(words: str, ours: str, target: Targ
 
 
 def test_what_is_not_said_is_left_to_watch() -> None:
-    assert understood(["train.py"], {}) == (Options(None, {}), Target("train.py", None, ()))
+    assert parse(["train.py"], {}) == (Options(None, {}), Target("train.py", None, ()))
 
 
 def test_options_mean_what_watch_takes() -> None:
     words = ["--every", "7", "--logdir", "d", "--kinds", "weight, update", "--include", "a.*,b", "--exclude", "c"]
-    options, _ = understood([*words, "--rules", "none", "train.py"], {})
+    options, _ = parse([*words, "--rules", "none", "train.py"], {})
     expected = {"every": 7, "kinds": ("weight", "update"), "include": ("a.*", "b"), "exclude": ("c",), "rules": ()}
     assert options == Options("d", expected)
 
@@ -46,23 +46,23 @@ def test_variables_say_the_same_and_options_win() -> None:
         "TBHOOKS_EXCLUDE": "b", "TBHOOKS_RULES": "dead_units", "TBHOOKS_SCREENSHOTS": "x",
     }  # fmt: skip
     said = {"every": 7, "kinds": ("weight",), "include": ("a.*",), "exclude": ("b",), "rules": ("dead_units",)}
-    assert understood(["train.py"], environment)[0] == Options("d", said)
-    options, _ = understood(["--every", "2", "--logdir", "e", "train.py"], environment)
+    assert parse(["train.py"], environment)[0] == Options("d", said)
+    options, _ = parse(["--every", "2", "--logdir", "e", "train.py"], environment)
     assert options == Options("e", {**said, "every": 2})
-    assert understood(["train.py"], {"TBHOOKS_EVERY": ""})[0] == Options(None, {})
+    assert parse(["train.py"], {"TBHOOKS_EVERY": ""})[0] == Options(None, {})
 
 
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        ("--every 0", "every is a whole number of at least 1, not '0'"),
-        ("--every often", "every is a whole number of at least 1, not 'often'"),
+        ("--every 0", "every must be an integer >= 1, got '0'"),
+        ("--every often", "every must be an integer >= 1, got 'often'"),
         ("--kinds weigth", "unknown kind 'weigth': did you mean 'weight'"),
         ("--rules dead_unit", "unknown rule 'dead_unit': did you mean 'dead_units'"),
         ("--rules none,dead_units", "unknown rule 'none'"),
-        ("--include ,", "names with commas between them are wanted, not ','"),
-        ("--logdir=", "logdir is a directory, not ''"),
-        (f"--logdir {__file__}", f"logdir is a directory, not {__file__!r}"),
+        ("--include ,", "expected names separated by commas, got ','"),
+        ("--logdir=", "logdir must be a directory, got ''"),
+        (f"--logdir {__file__}", f"logdir must be a directory, got {__file__!r}"),
         (
             "--logdir nowhere://bucket/run",
             "TensorBoard cannot write to 'nowhere://bucket/run': it has no file system for",
@@ -74,14 +74,14 @@ def test_variables_say_the_same_and_options_win() -> None:
 )
 def test_what_cannot_be_is_refused_by_its_name(words: str, problem: str) -> None:
     with pytest.raises(ArgumentError) as refused:
-        understood([*words.split(), "train.py"], {})
+        parse([*words.split(), "train.py"], {})
     assert problem in str(refused.value)
 
 
 def test_of_a_variable_its_name_is_said() -> None:
-    with pytest.raises(ArgumentError, match=r"^TBHOOKS_EVERY: every is a whole number of at least 1, not 'often'"):
-        understood(["train.py"], {"TBHOOKS_EVERY": "often"})
-    assert understood(["--every", "2", "train.py"], {"TBHOOKS_EVERY": "often"})[0] == Options(None, {"every": 2})
+    with pytest.raises(ArgumentError, match=r"^TBHOOKS_EVERY: every must be an integer >= 1, got 'often'"):
+        parse(["train.py"], {"TBHOOKS_EVERY": "often"})
+    assert parse(["--every", "2", "train.py"], {"TBHOOKS_EVERY": "often"})[0] == Options(None, {"every": 2})
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_a_wrong_option_is_2_and_the_script_has_not_run(
     script = tmp_path / "script.py"
     script.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     try:
-        code: object = commands.main(["run", *words.format(script).split()])
+        code: object = cli.main(["run", *words.format(script).split()])
     except SystemExit as ended:  # as argparse does
         code = ended.code
     assert code == 2
@@ -104,7 +104,7 @@ def test_a_wrong_option_is_2_and_the_script_has_not_run(
 @pytest.mark.parametrize("words", [["--help"], ["run", "--help"], ["run", "-h"]])
 def test_help_has_examples_and_exit_codes(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        commands.main(words)
+        cli.main(words)
     assert not ended.value.code
     text = capsys.readouterr().out
     assert "examples:\n  tbhooks run train.py --lr 0.1" in text

@@ -113,7 +113,7 @@ def test_a_script_does_what_it_did_and_leaves_a_run_full_of_tags(tmp_path: Path,
         [directory] = (tmp_path / "watched").glob(pattern)
         check_run(directory, case)
         assert any(line.startswith(f"{OURS}{directory.relative_to(tmp_path / 'watched')}: ") for line in said)
-    assert said[-1].startswith(f"{OURS}to look: tensorboard --logdir ")
+    assert said[-1].startswith(f"{OURS}to view: tensorboard --logdir ")
 
 
 def check_run(directory: Path, case: Case) -> None:
@@ -175,7 +175,7 @@ def test_sharded_parameters_are_merged_where_asked_for_and_told_of_where_not(tmp
     ran = by_torchrun(tmp_path / "run", "-m", "tbhooks", "run", "--every", "5", *options, SHARDED)
     assert ran.returncode == 0, ran.stderr[-3000:]
     said = [line for line in ran.stderr.splitlines() if line.startswith(OURS)]
-    assert any("--ranks merge shows the whole" in line for line in said) is not merged
+    assert any("--ranks merge to log all of them" in line for line in said) is not merged
     assert sum("3 of 12 steps logged" in line for line in said) == 1
     [directory] = (tmp_path / "run" / "runs").iterdir()
     [first, *_] = runs.read(directory).training

@@ -267,7 +267,7 @@ def test_unknown_and_doubled_parameters_are_refused(tab: Tab, route: str) -> Non
     assert "unknown parameter 'kinds'" in reply.text
     for name, value in GOOD[route].items():
         doubled = tab.query(route, [*GOOD[route].items(), (name, value)])
-        assert (doubled.status, doubled.text) == (400, f"parameter {name!r} is there 2 times, and must be there once")
+        assert (doubled.status, doubled.text) == (400, f"parameter {name!r} is given 2 times")
 
 
 def test_the_nearest_right_name_is_told(tab: Tab) -> None:
@@ -280,7 +280,7 @@ def test_the_nearest_right_name_is_told(tab: Tab) -> None:
 def test_the_ratio_of_anything_but_an_update_is_refused(tab: Tab) -> None:
     reply = tab.ask("matrix", run="one", kind="activation", stat="ratio")
     assert reply.status == 400
-    assert "updates only" in reply.text
+    assert "only updates" in reply.text
     header, values = tab.ask("matrix", run="updates", kind="update", stat="ratio").matrix
     weight, update = np.array([0.5, -0.25]), np.array([0.03, 0.04])
     assert header["steps"] == [0]
@@ -290,7 +290,7 @@ def test_the_ratio_of_anything_but_an_update_is_refused(tab: Tab) -> None:
 def test_a_kind_the_run_does_not_hold_is_missing_and_not_wrong(tab: Tab) -> None:
     reply = tab.ask("matrix", run="one", kind="eval.gradient", stat="mean")
     assert reply.status == 404
-    assert reply.text == "run 'one' holds no 'eval.gradient', but 'activation'"
+    assert reply.text == "run 'one' has no 'eval.gradient', but 'activation'"
 
 
 def test_only_reading_is_allowed(tab: Tab) -> None:
@@ -723,7 +723,7 @@ def test_what_is_too_large_for_one_answer_comes_thinned_and_says_so(
 ) -> None:
     write(tmp_path / "run", *(make_frame(step, {A: [step]}) for step in range(100)))
     tab = Tab(tmp_path)
-    monkeypatch.setattr(provider, "FITS_IN_ONE_ANSWER", 100 * (36 + 100))
+    monkeypatch.setattr(provider, "LARGEST_MESSAGE", 100 * (36 + 100))
     asked = reading_with(tab, monkeypatch, lambda most: _TooLarge() if most > 30 else None)
     header, values = tab.ask("matrix", run="run", kind="activation", stat="mean").matrix
     assert asked[1:] == [1, 100, 50, 25]
@@ -738,7 +738,7 @@ def test_a_data_server_that_does_not_answer_is_told_and_asked_again(tab: Tab, mo
     with monkeypatch.context() as patch:
         reading_with(tab, patch, lambda _: _Gone())
         reply = tab.ask("matrix", run="one", kind="activation", stat="mean")
-        assert (reply.status, reply.text) == (503, "TensorBoard's data server does not answer: UNAVAILABLE")
+        assert (reply.status, reply.text) == (503, "TensorBoard's data server does not respond: UNAVAILABLE")
     assert len(tab.ask("matrix", run="one", kind="activation", stat="mean").matrix[0]["steps"]) == 10
 
 
@@ -763,7 +763,7 @@ def test_a_log_directory_that_cannot_be_listed_is_told_in_a_sentence(tab: Tab, m
 
     monkeypatch.setattr(tab.provider, "list_tensors", list_tensors)
     reply = tab.ask("runs")
-    assert (reply.status, reply.text) == (503, "TensorBoard cannot list the log directory just now: UNAVAILABLE")
+    assert (reply.status, reply.text) == (503, "TensorBoard cannot list the log directory at the moment: UNAVAILABLE")
 
 
 def test_a_tag_whose_values_are_not_there_yet_is_waited_for(tab: Tab, monkeypatch: pytest.MonkeyPatch) -> None:

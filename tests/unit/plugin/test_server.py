@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -153,6 +154,17 @@ def test_the_tab_is_there_once_a_run_holds_data_of_ours(server: Server) -> None:
 CONTENT_TYPES = {".js": "text/javascript", ".css": "text/css"}
 
 
+def test_every_file_that_a_script_or_the_entry_refers_to_is_there() -> None:
+    referred = {
+        (script.parent / name).resolve()
+        for script in STATIC.rglob("*.js")
+        for name in re.findall(r'(?:from|URL\() ?"([^"]+\.(?:js|css))"', script.read_text(encoding="utf-8"))
+    }
+    files = {path.resolve() for path in STATIC.rglob("*") if path.is_file()}
+    assert referred <= files
+    assert files - referred == {(STATIC / "index.js").resolve()}, "files that nothing loads"
+
+
 def test_every_file_of_the_page_is_served_and_nothing_beside(server: Server) -> None:
     files = [path for path in STATIC.rglob("*") if path.is_file()]
     assert STATIC / "index.js" in files
@@ -244,14 +256,14 @@ def test_what_the_user_said_of_other_plugins_stays(server: Server) -> None:
 
 def test_a_question_put_wrongly_is_refused_with_a_sentence(server: Server) -> None:
     for route, parameters, sentence in (
-        ("runs", {"a": 1}, "unknown parameter 'a': there is none here"),
+        ("runs", {"a": 1}, "unknown parameter 'a': this route has none"),
         ("sites", {"run": "long"}, "parameter 'kind' is missing"),
         ("sites", {"run": "lang", "kind": "weight"}, "unknown run 'lang': did you mean 'long'?"),
         ("findings", {"run": "scalars only"}, "unknown run 'scalars only': choose from "),
         ("matrix", {"run": "long", "kind": "weigth", "stat": "mean"}, "unknown kind 'weigth': did you mean 'weight'"),
         ("matrix", {"run": "long", "kind": "weight", "stat": "men"}, "unknown stat 'men': did you mean 'mean'"),
-        ("matrix", {"run": "long", "kind": "weight", "stat": "ratio"}, "'ratio' is known of updates only"),
-        ("matrix", {"run": "long", "kind": "weight", "stat": "mean", "after": "x"}, "after is 'x', and must be"),
+        ("matrix", {"run": "long", "kind": "weight", "stat": "ratio"}, "only updates have 'ratio'"),
+        ("matrix", {"run": "long", "kind": "weight", "stat": "mean", "after": "x"}, "after must be an integer"),
         ("history", {"run": "long", "kind": "weight", "path": "v"}, "unknown path of weight 'v': choose from 'w'"),
     ):
         reply = server.ask(route, **parameters)

@@ -35,6 +35,7 @@ SOURCES = Path(__file__).parent / "kernel"
 BUILT = Path(tempfile.mkdtemp(prefix="tbhooks-kernel-"))
 
 
+@functools.cache
 def compiled(source: str, *flags: str) -> Path:
     out = BUILT / source.removesuffix(".c")
     subprocess.run(["cc", *flags, str(SOURCES / source), "-lm", "-o", str(out)], check=True, timeout=120)

@@ -92,7 +92,12 @@ def checked(text: str) -> Checked:
 
 def run_of(*frames: Frame, problems: Any = (), directory: str = "runs/x") -> Run:
     findings = {(f.rule, f.site): f for frame in reversed(frames) for f in frame.findings}
-    scalars = {tag: runs._series_of(tag, list(frames)) for frame in frames for tag in frame.scalars}
+    tags = dict.fromkeys(tag for frame in frames for tag in frame.scalars)
+    logged = {tag: [(f.step, f.scalars[tag]) for f in frames if tag in f.scalars] for tag in tags}
+    scalars = {
+        tag: runs.Series(np.array([step for step, _ in points]), np.array([value for _, value in points]))
+        for tag, points in logged.items()
+    }
     return Run(Path(directory), list(frames), list(findings.values()), scalars, list(problems))
 
 

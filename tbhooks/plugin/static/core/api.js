@@ -1,0 +1,48 @@
+/* The routes of the plugin, one function each. URLs are relative to this file, so that a path prefix is kept. No state. */
+
+const BASE = new URL("..", import.meta.url);
+
+/** An error response of the server; `status` is 0 if there was no response. */
+export class ApiError extends Error {
+  constructor(message, status) {
+    super(message);
+    this.status = status;
+  }
+}
+
+async function request(route, parameters = {}) {
+  const url = new URL(route, BASE);
+  for (const [name, value] of Object.entries(parameters)) {
+    if (value !== undefined && value !== null) url.searchParams.set(name, value);
+  }
+  let response;
+  try {
+    response = await fetch(url, { cache: "no-store" });
+  } catch {
+    throw new ApiError("TensorBoard does not answer", 0);
+  }
+  if (!response.ok) throw new ApiError((await response.text()).slice(0, 500) || `status ${response.status}`, response.status);
+  return response;
+}
+
+const json = async (route, parameters) => (await request(route, parameters)).json();
+
+/** Header and numbers of the binary response: length, JSON padded to 8 bytes, float32 in the order step, site. */
+export function decodeMatrix(buffer) {
+  const length = new DataView(buffer).getUint32(0, true);
+  const header = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 4, length)));
+  const values = new Float32Array(buffer, 4 + length, header.steps.length * header.sites);
+  return { header, values };
+}
+
+export const api = {
+  runs: () => json("runs"),
+  sites: async ({ run, kind }) => (await json("sites", { run, kind })).sites,
+  matrix: async ({ run, kind, stat, after }) => {
+    const answer = await request("matrix", { run, kind, stat, after });
+    return decodeMatrix(await answer.arrayBuffer());
+  },
+  findings: async ({ run }) => (await json("findings", { run })).findings,
+  distribution: ({ run, kind, path, index, step }) => json("distribution", { run, kind, path, index, step }),
+  history: ({ run, kind, path, index }) => json("history", { run, kind, path, index }),
+};

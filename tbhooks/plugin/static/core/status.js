@@ -1,0 +1,66 @@
+/* The status line: the age of the data, and notes about problems. */
+
+import { html } from "./elements.js";
+import { freshness, runNamed } from "./runs.js";
+
+export function createStatus({ banner, status }) {
+  const troubles = { server: null, gone: null, problem: null };
+  let answeredAt = null;
+  let said = 0;
+  const word = html("span", { class: "said", role: "status" });
+  const runs = html("span", { class: "freshness" });
+  status.append(runs, word);
+
+  function refresh() {
+    const text = troubles.server ?? troubles.gone ?? troubles.problem;
+    banner.hidden = text === null;
+    if (text !== null && banner.textContent !== text) banner.textContent = text;
+  }
+
+  function set(name, text) {
+    troubles[name] = text;
+    refresh();
+  }
+
+  function line(run, list, several) {
+    const { live, text } = freshness(run, list.now);
+    return html("span", { class: live ? "fresh live" : "fresh" }, several ? `${run.name}: ${text}` : text);
+  }
+
+  /** Notes about the data that matter for reading the map. */
+  function remarks(matrices, model) {
+    const difference = model.panes.find((pane) => pane.id === "difference");
+    return [
+      matrices.some((matrix) => matrix?.incomplete) ? "more cells hold NaN or Inf than are marked" : null,
+      matrices.some((matrix) => matrix?.thinned) ? "too long to show every step" : null,
+      difference && difference.steps.length === 0 ? "the two runs have no step in common" : null,
+    ].filter(Boolean);
+  }
+
+  return {
+    answered() {
+      answeredAt = new Date();
+      set("server", null);
+    },
+    silent(error) {
+      const since = answeredAt ? ` What you see is from ${answeredAt.toLocaleTimeString("en-GB")}.` : "";
+      set("server", `${error.message || "TensorBoard does not answer"}; trying again.${since}`);
+    },
+    gone(names) {
+      const text = `${names.join(" and ")} is no longer in the log directory; this is what was read before.`;
+      set("gone", names.length ? text : null);
+    },
+    problem: (text) => set("problem", text),
+    /** A message that disappears after a while. */
+    say(text) {
+      word.textContent = text;
+      clearTimeout(said);
+      said = setTimeout(() => (word.textContent = ""), 4000);
+    },
+    show(list, choice, matrices, model) {
+      const shown = [choice.run, choice.vs].filter(Boolean).map((name) => runNamed(list, name)).filter(Boolean);
+      const notes = remarks(matrices, model).map((text) => html("span", { class: "remark" }, text));
+      runs.replaceChildren(...shown.map((run) => line(run, list, shown.length > 1)), ...notes);
+    },
+  };
+}

@@ -1,0 +1,230 @@
+/* The parts of the panel: each turns the answers for the chosen cells into one chart or table, and keeps the user's
+   choices for it. A cell is {site, distribution, history}; the last two are entries of answers.js. */
+
+import { suitableMode } from "./axes.js";
+import { histogramOf, historyOf, kindOf, seriesOf, statHistory, statNames, statsOf } from "./cells.js";
+import { distributionModel } from "./charts.js";
+import { brief, counted, isFinite, percent, whole } from "../core/numbers.js";
+import { bandValues, bandsModel, linesModel } from "./history.js";
+import { button, createChoice, html } from "../core/elements.js";
+import { ridgesModel, ridgesNote, someRidges, usedKeys } from "./ridges.js";
+import { createChartSection, createSection } from "./section.js";
+import { copyText, statsTable, tableText } from "./stats_table.js";
+
+const MODES = [
+  ["log", "log"],
+  ["linear", "linear"],
+];
+const EXTENTS = [
+  ["history", "all steps"],
+  ["step", "this step"],
+];
+
+const withValue = (cells, what) => cells.filter((cell) => cell[what].value !== null);
+
+/** The server's messages; with several modules, each with the module's name. */
+function problemsOf(cells, what) {
+  return cells
+    .filter((cell) => cell[what].error !== null)
+    .map((cell) => (cells.length > 1 ? `${cell.site.name}: ${cell[what].error}` : cell[what].error));
+}
+
+function ridgeKeys(cells) {
+  return withValue(cells, "history").flatMap(({ history }) => {
+    const { ridges } = historyOf(history.value);
+    return ridges ? usedKeys(ridges) : [];
+  });
+}
+
+/* ---- Distribution at the chosen step ------------------------------------------------------------------------ */
+
+function histogramNote({ distribution }, chosen) {
+  const { histogram_step: step } = distribution.value;
+  if (step === chosen) return null;
+  if (step === null || step === undefined) return "no histogram is stored for it; its stats and their history are";
+  return `histogram of step ${step}, the nearest logged one with a histogram; you chose ${chosen}`;
+}
+
+/** A note that applies to all modules is shown once. */
+function histogramNotes(cells, chosen) {
+  const notes = cells.map((cell) => histogramNote(cell, chosen));
+  if (new Set(notes).size <= 1) return notes[0] ?? null;
+  return notes.flatMap((note, i) => (note ? [`${cells[i].site.name}: ${note}`] : [])).join("\n");
+}
+
+/** "16,384 elements, 48.1% zeros (7,880), no NaN, no Inf". */
+function countWords({ site, distribution }, view, several) {
+  const { count, zero_fraction: zeros, nan_count: nans, inf_count: infs } = statsOf(distribution.value);
+  if (!isFinite(count)) return null;
+  const when = distribution.value.row_step === view.step ? "" : ` at step ${distribution.value.row_step}`;
+  const zeroWords = zeros ? `${percent(zeros)} zeros (${whole(zeros * count)})` : "no zeros";
+  const bad = (number, word) => html("span", { class: number > 0 ? "detail-bad" : null }, counted(number, word));
+  const swatch = several ? html("i", { class: "detail-swatch", colour: site.colour }) : null;
+  const start = `${whole(count)} elements${when}, ${zeroWords}, `;
+  return html("span", {}, swatch, start, bad(nans, "NaN"), ", ", bad(infs, "Inf"));
+}
+
+export function createDistributionPart(rerender) {
+  const options = { mode: "log", extent: "history" };
+  const section = createChartSection("Distribution", "distribution", "Buckets of the distribution");
+  const choose = (field) => (value) => {
+    options[field] = value;
+    rerender();
+  };
+  const [mode, extent] = [createChoice("counts", choose("mode")), createChoice("axis", choose("extent"))];
+  section.controls.append(extent.element, mode.element);
+
+  function render(cells, view) {
+    mode.set(MODES, options.mode);
+    extent.set(EXTENTS, options.extent);
+    const known = withValue(cells, "distribution");
+    const several = cells.length > 1;
+    section.problems(problemsOf(cells, "distribution"));
+    const all = known.map(({ site, distribution, history }) => seriesOf(site, distribution.value, history.value));
+    const series = all.filter(Boolean);
+    if (series.length) draw(cells, known, series);
+    else section.empty();
+    section.words(...known.map((cell) => countWords(cell, view, several)).filter(Boolean));
+    section.note(histogramNotes(known, view.step));
+  }
+
+  function draw(cells, known, series) {
+    const own = known.flatMap(({ distribution }) => [...histogramOf(distribution.value).counts.keys()]);
+    const keys = options.extent === "step" ? own : [...new Set([...own, ...ridgeKeys(cells)])];
+    section.draw((width) => distributionModel(series, keys, options.mode, width));
+  }
+  return { ...section, render, needs: "distribution" };
+}
+
+/* ---- History ------------------------------------------------------------------------------------------------ */
+
+/** What the red marks above a history mean. */
+function brokenWords(series) {
+  const nonFinite = series
+    .map(({ name, values }) => ({ name, broken: values.filter((value) => value !== null && !isFinite(value)).length }))
+    .filter(({ broken }) => broken > 0)
+    .map(({ name, broken }) => `${series.length > 1 ? `${name} ` : ""}at ${broken} ${broken === 1 ? "step" : "steps"}`);
+  return nonFinite.length ? [`Red marks: not finite${series.length > 1 ? ":" : ""} ${nonFinite.join(", ")}.`] : [];
+}
+
+/** Remembers log or linear for each thing drawn; until the user chooses, the values decide. */
+function createModeChoice(rerender) {
+  const chosen = new Map();
+  let subject = "";
+  const choice = createChoice("scale", (value) => {
+    chosen.set(subject, value);
+    rerender();
+  });
+  function resolve(name, values) {
+    subject = name;
+    const mode = chosen.get(name) ?? suitableMode(values);
+    choice.set(MODES, mode);
+    return mode;
+  }
+  return { element: choice.element, resolve };
+}
+
+const NO_QUANTILES = "No histogram is stored for it, so there are no quantiles: minimum and maximum only.";
+
+export function createBandsPart(rerender, onPick) {
+  const section = createChartSection("Quantiles over steps", "bands", "Steps of the quantiles");
+  const mode = createModeChoice(rerender);
+  section.controls.append(mode.element);
+
+  function render(cells, view) {
+    const [{ site, distribution, history }] = cells;
+    section.visible(cells.length === 1 && (history.error === null || history.error !== distribution.error));
+    if (cells.length !== 1) return;
+    section.problems(problemsOf(cells, "history"));
+    if (history.value === null || !historyOf(history.value).steps.length) return section.empty();
+    const past = historyOf(history.value);
+    section.note(past.quantileSteps.length ? null : NO_QUANTILES);
+    section.words(...brokenWords([{ name: site.name, values: past.stats.norm ?? [] }]));
+    const scale = mode.resolve(view.kind, bandValues(past));
+    section.draw((width) => bandsModel(site.name, site.colour, past, view.step, scale, onPick, width));
+  }
+  return { ...section, render, needs: "history" };
+}
+
+export function createRidgesPart(onPick) {
+  const section = createChartSection("Distribution over steps", "ridges", "Steps of the ridgeline");
+
+  function render(cells, view) {
+    const all = cells.length === 1 && cells[0].history.value !== null ? historyOf(cells[0].history.value).ridges : null;
+    section.visible(all !== null);
+    if (all === null) return;
+    const ridges = someRidges(all, view.step);
+    const [{ site }] = cells;
+    section.words(ridgesNote(ridges));
+    section.draw((width) => ridgesModel(site.name, site.colour, ridges, usedKeys(all), view.step, onPick, width));
+  }
+  return { ...section, render, needs: "history" };
+}
+
+export function createLinesPart(rerender, onPick) {
+  const chosen = new Map();
+  let kind = "";
+  const section = createChartSection("Stat over steps", "lines", "Steps of the stat");
+  const mode = createModeChoice(rerender);
+  const stat = createChoice("stat", (value) => {
+    chosen.set(kind, value);
+    rerender();
+  });
+  section.controls.append(stat.element, mode.element);
+
+  function render(cells, view) {
+    kind = view.kind;
+    const known = withValue(cells, "history").filter(({ history }) => historyOf(history.value).steps.length);
+    section.problems(cells.length > 1 ? problemsOf(cells, "history") : []);
+    section.visible(known.length > 0 || cells.length > 1);
+    if (!known.length) return section.empty();
+    const names = [...new Set(known.flatMap(({ history }) => statNames(history.value, kind)))];
+    const wanted = [chosen.get(kind), kindOf(kind).headline, names[0]].find((name) => names.includes(name));
+    const series = known
+      .map(({ site, history }) => ({ name: site.name, colour: site.colour, ...statHistory(history.value, wanted) }))
+      .filter(({ steps }) => steps.length);
+    stat.set(names.map((name) => [name, name]), wanted);
+    section.title(`${wanted} over steps`);
+    const scale = mode.resolve(wanted, series.flatMap(({ values }) => values.filter(isFinite)));
+    section.words(...brokenWords(series));
+    section.draw((width) => linesModel(wanted, series, view.step, scale, onPick, width));
+  }
+  return { ...section, render, needs: "history" };
+}
+
+/* ---- Table -------------------------------------------------------------------------------------------------- */
+
+function caption(columns, chosen) {
+  const steps = [...new Set(columns.map(({ step }) => step))];
+  if (steps.every((step) => step === chosen)) return `At step ${chosen}`;
+  return `At step ${steps.join(", ")}, the nearest logged; you chose ${chosen}`;
+}
+
+export function createTablePart() {
+  const section = createSection("Stats", "stats");
+  let shown = [[], ""];
+  const copied = html("span", { class: "detail-copied", role: "status" });
+  const copy = button("Copy the stats with all digits, tab-separated", "copy", async () => {
+    copied.textContent = (await copyText(tableText(...shown))) ? "copied" : "select the table to copy it";
+    setTimeout(() => (copied.textContent = ""), 2000);
+  });
+  section.controls.append(copied, copy);
+
+  function render(cells, view) {
+    const columns = withValue(cells, "distribution").map(({ site, distribution }) => ({
+      ...{ name: site.name, colour: site.colour, step: distribution.value.row_step, stats: statsOf(distribution.value) },
+    }));
+    section.visible(columns.length > 0);
+    shown = [columns, view.kind];
+    section.body.replaceChildren(statsTable(columns, view.kind, caption(columns, view.step)));
+  }
+  return { ...section, render, needs: "distribution" };
+}
+
+/** The main number of a kind, for the head of the panel. */
+export function headline({ site, distribution }, kind) {
+  if (distribution.value === null) return null;
+  const { headline: name } = kindOf(kind);
+  const value = statsOf(distribution.value)[name];
+  return value === undefined ? null : { site, name, text: brief(value) };
+}

@@ -1,0 +1,186 @@
+/*
+ * From numbers to colours: robust ranges, log and linear scales, colour-blind-safe palettes, legend ticks.
+ * A number becomes a code in one byte: 0 no data, 1 not finite, 2..255 from one end of the scale to the other.
+ * Pure functions, independent of the page and the canvas.
+ */
+
+import { brief } from "../core/numbers.js";
+import { FROM_ZERO, isBad } from "./matrix.js";
+
+export const NO_DATA = 0;
+export const NOT_FINITE = 1;
+const LOWEST = 2;
+const LEVELS = 253;
+
+/** The Okabe-Ito palette, safe for colour-blind readers: colours of the compared modules. */
+export const PICK_COLOURS = {
+  light: ["#0072b2", "#e69f00", "#009e73", "#cc79a7"],
+  dark: ["#56b4e9", "#e69f00", "#1fc596", "#e294c3"],
+};
+
+const SEQUENTIAL = "440154 482475 414487 355f8d 2a788e 21918c 22a884 44bf70 7ad151 bddf26 fde725";
+const PALETTES = {
+  light: {
+    sequential: SEQUENTIAL,
+    diverging: "053061 2166ac 67a9cf c6dfee f3f1ed fcd5a5 f0993a c45c05 7f3b08",
+    notSeen: "d9dce1",
+    notFinite: "ff2d8f",
+  },
+  dark: {
+    sequential: SEQUENTIAL,
+    diverging: "9ccbff 559fe8 3c79b8 4b637d 5b5e63 7e6349 b5732b ef9435 ffd596",
+    notSeen: "474a4f",
+    notFinite: "ff4da3",
+  },
+};
+
+const rgb = (hex) => [0, 2, 4].map((at) => parseInt(hex.slice(at, at + 2), 16));
+const packed = ([r, g, b]) => ((255 << 24) | (b << 16) | (g << 8) | r) >>> 0;
+
+/** The colour at a position 0..1 of a palette. */
+function interpolated(anchors, t) {
+  const at = t * (anchors.length - 1);
+  const left = Math.min(Math.floor(at), anchors.length - 2);
+  return anchors[left].map((from, channel) => Math.round(from + (at - left) * (anchors[left + 1][channel] - from)));
+}
+
+/** 256 colours, one for each code, as canvas pixels. */
+export function palette(diverging, dark) {
+  const colours = PALETTES[dark ? "dark" : "light"];
+  const anchors = (diverging ? colours.diverging : colours.sequential).split(" ").map(rgb);
+  const table = new Uint32Array(256);
+  table[NO_DATA] = packed(rgb(colours.notSeen));
+  table[NOT_FINITE] = packed(rgb(colours.notFinite));
+  for (let level = 0; level <= LEVELS; level++) table[LOWEST + level] = packed(interpolated(anchors, level / LEVELS));
+  return table;
+}
+
+export const css = (pixel) => `rgb(${pixel & 255} ${(pixel >> 8) & 255} ${(pixel >> 16) & 255})`;
+
+/** Finite values out of many rows, at most about `limit` of them, evenly chosen. */
+export function sample(rows, length, limit = 200_000) {
+  const stride = Math.max(1, Math.ceil((rows.length * length) / limit));
+  const found = [];
+  let at = 0;
+  for (const row of rows) {
+    for (; at < length; at += stride) {
+      if (!isBad(row, at) && !Number.isNaN(row.values[at])) found.push(row.values[at]);
+    }
+    at -= length;
+  }
+  return Float64Array.from(found).sort();
+}
+
+export function quantile(sorted, q) {
+  const at = q * (sorted.length - 1);
+  const left = Math.floor(at);
+  const right = Math.min(left + 1, sorted.length - 1);
+  return sorted[left] + (at - left) * (sorted[right] - sorted[left]);
+}
+
+/** The ends of the scale: all data, or all but one percent at either end. */
+function ends(sorted, full) {
+  if (sorted.length === 0) return [0, 0];
+  return full ? [sorted[0], sorted[sorted.length - 1]] : [quantile(sorted, 0.01), quantile(sorted, 0.99)];
+}
+
+function widened(low, high, by) {
+  const apart = high - low > 1e-12 * Math.max(Math.abs(low), Math.abs(high));
+  return apart ? [low, high] : [low - by, high + by];
+}
+
+function linear(sorted, full) {
+  const [low, high] = ends(sorted, full);
+  const [from, to] = widened(low, high, Math.abs(low) / 10 || 0.5);
+  return { diverging: false, from, to, along: (v) => v, back: (u) => u };
+}
+
+function linearAroundZero(sorted, full) {
+  const [low, high] = ends(sorted, full);
+  const reach = Math.max(Math.abs(low), Math.abs(high)) || 1;
+  return { diverging: true, from: -reach, to: reach, along: (v) => v, back: (u) => u };
+}
+
+const power = (u) => 10 ** u;
+
+function logarithmic(sorted, full) {
+  const positive = sorted.subarray(sorted.findIndex((value) => value > 0));
+  const usable = sorted.length && sorted[sorted.length - 1] > 0 ? positive : Float64Array.of(1);
+  const [low, high] = ends(usable, full).map(Math.log10);
+  const [from, to] = widened(low, high, 0.5);
+  return { diverging: false, from, to, along: Math.log10, back: power };
+}
+
+/** Linear near zero, logarithmic away from it, for data of either sign. */
+function logarithmicAroundZero(sorted, full) {
+  const [low, high] = ends(sorted, full);
+  const reach = Math.max(Math.abs(low), Math.abs(high)) || 1;
+  const sizes = sorted.map(Math.abs).filter((size) => size > 0).sort();
+  const bend = Math.max(sizes.length ? quantile(sizes, 0.1) : reach / 10, reach * 1e-6);
+  const along = (v) => Math.sign(v) * Math.log10(1 + Math.abs(v) / bend);
+  const back = (u) => Math.sign(u) * (10 ** Math.abs(u) - 1) * bend;
+  return { diverging: true, from: -along(reach), to: along(reach), along, back, bend };
+}
+
+/** A scale for ratios: 1 in the middle, 0.1 and 10 at the same distance. */
+function ratios(sorted, full) {
+  const positive = sorted.filter((value) => value > 0 && value < FROM_ZERO);
+  const [low, high] = ends(positive.length ? positive : Float64Array.of(1), full).map(Math.log10);
+  const reach = Math.max(Math.abs(low), Math.abs(high), 0.01);
+  return { diverging: true, from: -reach, to: reach, along: Math.log10, back: power };
+}
+
+const SHAPES = { linear, linearAroundZero, log: logarithmic, logAroundZero: logarithmicAroundZero, ratio: ratios };
+
+/**
+ * A scale for these sorted numbers.
+ * @param {Float64Array} sorted
+ * @param {{log: boolean, full: boolean, ratio?: boolean, signed?: boolean}} options
+ */
+export function makeScale(sorted, { log, full, ratio = false, signed = sorted.length > 0 && sorted[0] < 0 }) {
+  const name = ratio ? "ratio" : (log ? "log" : "linear") + (signed ? "AroundZero" : "");
+  const shape = SHAPES[name](sorted, full);
+  const { along, from, to } = shape;
+  return { ...shape, name, place: (value) => Math.min(1, Math.max(0, (along(value) - from) / (to - from))) };
+}
+
+/** The codes of the first `length` cells of a row. */
+export function codesOf(row, length, scale) {
+  const codes = new Uint8Array(length);
+  for (let i = 0; i < length; i++) {
+    const value = row.values[i];
+    if (isBad(row, i)) codes[i] = NOT_FINITE;
+    else if (value === value) codes[i] = LOWEST + Math.round(LEVELS * scale.place(value));
+  }
+  return codes;
+}
+
+export const codeAt = (t) => LOWEST + Math.round(LEVELS * t);
+
+/** A short number without trailing zeros. */
+const tickWords = (value) => brief(value).replace(/(\.\d*?)0+(?=e|$)/, "$1").replace(/\.(?=e|$)/, "");
+const ratioWords = (value) => `\u00d7${tickWords(value)}`;
+
+/** Round numbers for the inside of a legend, largest steps first. */
+function roundValues(scale) {
+  if (scale.name.startsWith("linear")) return [0.5, 0.25, 0.75].map((t) => scale.from + t * (scale.to - scale.from));
+  const signed = scale.name === "logAroundZero";
+  const [low, high] = signed ? [scale.bend, scale.back(scale.to)].map(Math.log10) : [scale.from, scale.to];
+  const decades = [];
+  for (let k = Math.ceil(low); k <= Math.floor(high); k++) decades.push(k);
+  const thinned = decades.filter((k) => k % Math.max(1, Math.ceil(decades.length / 6)) === 0).map(power);
+  const middle = { logAroundZero: [0], ratio: [1] }[scale.name] ?? [];
+  return [...middle, ...thinned, ...(signed ? thinned.map((value) => -value) : [])];
+}
+
+/** Ticks of a legend, the most important first: `{ at: 0..1, text }`. */
+export function legendTicks(scale) {
+  const text = scale.name === "ratio" ? ratioWords : tickWords;
+  const tick = (value) => ({ at: scale.place(value), text: text(value) });
+  const last = { at: 1, text: text(scale.back(scale.to)) };
+  const first = { at: 0, text: text(scale.back(scale.from)) };
+  return [first, last, ...roundValues(scale).map(tick)];
+}
+
+/** Whether a stat is usually shown on a log scale; fractions and counts of NaN are not. */
+export const usuallyLog = (stat) => !/fraction|^nan_count$|^inf_count$|^count$/.test(stat);

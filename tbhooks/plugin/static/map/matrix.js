@@ -1,0 +1,151 @@
+/*
+ * One stat of one kind of one run, one row per site, growing with the run. Also medians and differences of rows.
+ * A row is `{ values, bad }`: NaN where the site has no data, `bad` (or null) 1 where the tensor held NaN or Inf.
+ * Independent of colours and the page.
+ */
+
+export const siteKey = (site) => `${site.path}\u0000${site.index}`;
+
+/** An empty matrix for these sites; fill it with `append`. `shown`: the same sites in display order. */
+export function createMatrix({ run, kind, stat }, sites, shown = sites) {
+  const place = new Map(sites.map((site, row) => [siteKey(site), row]));
+  const rows = sites.map(() => ({ values: new Float32Array(0), bad: null }));
+  const empty = { steps: [], edges: [], version: 0, incomplete: false, thinned: false };
+  return { run, kind, stat, sites, shown, place, rows, ...empty };
+}
+
+/** These sites in the order of others; sites that are not among those come last. */
+export function inOrderOf(others, sites) {
+  const place = new Map(others.map((site, i) => [siteKey(site), i]));
+  const placeOf = (site) => place.get(siteKey(site)) ?? others.length;
+  return others.length ? [...sites].sort((a, b) => placeOf(a) - placeOf(b)) : sites;
+}
+
+function grown(array, length, fill) {
+  const larger = new array.constructor(Math.max(16, length));
+  larger.set(array);
+  if (fill !== 0) larger.fill(fill, array.length);
+  return larger;
+}
+
+function makeRoom(matrix, length) {
+  const present = matrix.rows.length ? matrix.rows[0].values.length : 0;
+  if (present >= length) return;
+  const room = present === 0 ? length : Math.max(length, 2 * present);
+  for (const row of matrix.rows) {
+    row.values = grown(row.values, room, NaN);
+    if (row.bad) row.bad = grown(row.bad, room, 0);
+  }
+}
+
+/** Appends the steps of a response; true if there were any. */
+export function append(matrix, { header, values }) {
+  const start = matrix.steps.length;
+  const last = start ? matrix.steps[start - 1] : -Infinity;
+  const skipped = header.steps.findIndex((step) => step > last);
+  if (skipped < 0) return false;
+  const added = header.steps.length - skipped;
+  makeRoom(matrix, start + added);
+  const width = header.sites;
+  for (let site = 0; site < width; site++) {
+    const into = matrix.rows[site].values;
+    for (let i = 0, at = skipped * width + site; i < added; i++, at += width) into[start + i] = values[at];
+  }
+  for (const [step, site] of header.nonfinite ?? []) {
+    if (step < skipped) continue;
+    const row = matrix.rows[site];
+    row.bad ??= new Uint8Array(row.values.length);
+    row.bad[start + step - skipped] = 1;
+  }
+  matrix.steps = matrix.steps.concat(header.steps.slice(skipped));
+  matrix.edges = cellEdges(matrix.steps);
+  matrix.incomplete ||= Boolean(header.nonfinite_more);
+  matrix.thinned ||= Boolean(header.thinned);
+  matrix.version++;
+  return true;
+}
+
+/**
+ * Where each step's cell begins and ends on the step axis: `[left0, right0, left1, right1, ...]`.
+ * Halfway to the neighbours, but never more than twice the distance on the other side: a gap in the run stays a gap.
+ */
+export function cellEdges(steps) {
+  const edges = new Float64Array(2 * steps.length);
+  for (let i = 0; i < steps.length; i++) {
+    const before = i > 0 ? steps[i] - steps[i - 1] : Infinity;
+    const after = i + 1 < steps.length ? steps[i + 1] - steps[i] : Infinity;
+    const left = Math.min(before, 2 * after);
+    const right = Math.min(after, 2 * before);
+    const alone = left === Infinity;
+    edges[2 * i] = steps[i] - (alone ? 1 : i === 0 ? after : left) / 2;
+    edges[2 * i + 1] = steps[i] + (alone ? 1 : right === Infinity || i + 1 === steps.length ? before : right) / 2;
+  }
+  return edges;
+}
+
+/** Index of the step nearest to a position on the axis; -1 without steps. */
+export function nearestStep(steps, position) {
+  let low = 0;
+  let high = steps.length - 1;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (steps[middle] < position) low = middle + 1;
+    else high = middle;
+  }
+  return low > 0 && position - steps[low - 1] <= steps[low] - position ? low - 1 : high < 0 ? -1 : low;
+}
+
+export const isBad = (row, i) => (row.bad !== null && row.bad[i] === 1) || Math.abs(row.values[i]) === Infinity;
+
+/** The median over several rows per step, of finite values; bad where any row is. */
+export function medianRow(rows, length) {
+  const values = new Float32Array(length).fill(NaN);
+  const bad = new Uint8Array(length);
+  const column = new Float32Array(rows.length);
+  for (let i = 0; i < length; i++) {
+    let seen = 0;
+    for (const row of rows) {
+      if (isBad(row, i)) bad[i] = 1;
+      if (Number.isFinite(row.values[i])) column[seen++] = row.values[i];
+    }
+    if (seen === 0) continue;
+    const sorted = column.subarray(0, seen).sort();
+    values[i] = seen % 2 ? sorted[seen >> 1] : (sorted[seen / 2 - 1] + sorted[seen / 2]) / 2;
+  }
+  return { values, bad };
+}
+
+/** Pairs of indices of the steps that both runs logged. */
+export function commonSteps(a, b) {
+  const steps = [];
+  const pairs = [];
+  for (let i = 0, j = 0; i < a.length && j < b.length; ) {
+    if (a[i] === b[j]) {
+      steps.push(a[i]);
+      pairs.push([i++, j++]);
+    } else if (a[i] < b[j]) i++;
+    else j++;
+  }
+  return { steps, pairs };
+}
+
+/** The ratio to zero: larger than any number, but not non-finite. */
+export const FROM_ZERO = Math.fround(3.4e38);
+
+function ratioOf(from, to) {
+  if (from === to) return 1;
+  const times = to / from;
+  return Math.abs(times) === Infinity ? FROM_ZERO : times;
+}
+
+/** The second run minus the first (or divided by it); NaN where either has no data. */
+export function differenceRow(a, b, pairs, ratio) {
+  const values = new Float32Array(pairs.length);
+  const bad = new Uint8Array(pairs.length);
+  pairs.forEach(([i, j], k) => {
+    bad[k] = isBad(a, i) || isBad(b, j) ? 1 : 0;
+    const [from, to] = [a.values[i], b.values[j]];
+    values[k] = ratio ? ratioOf(from, to) : to - from;
+  });
+  return { values, bad };
+}

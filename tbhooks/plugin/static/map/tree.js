@@ -1,0 +1,165 @@
+/*
+ * Modules as a collapsible tree, and its visible rows: by depth, by opened and closed groups, by search.
+ * Pure functions, independent of the numbers and the page.
+ */
+
+import { siteKey } from "./matrix.js";
+
+const NAMELESS = '""';
+
+/** @typedef {{key: string, label: string, full: string, site: object|null, children: Node[], depth: number}} Node */
+
+function childOf(parent, key, label, full) {
+  let child = parent.byKey.get(key);
+  if (!child) {
+    child = { key, label, full, site: null, children: [], byKey: new Map(), depth: 0 };
+    parent.byKey.set(key, child);
+    parent.children.push(child);
+  }
+  return child;
+}
+
+/** A group whose only child is a group is merged with it into one row. */
+function joined(node) {
+  let inner = node;
+  let label = node.label;
+  while (inner.site === null && inner.children.length === 1) {
+    inner = inner.children[0];
+    label += inner.bare ? inner.label : `.${inner.label}`;
+  }
+  return { ...inner, label };
+}
+
+function settled(node, depth) {
+  const children = node.children.map((child) => settled(joined(child), depth + 1));
+  return { key: node.key, label: node.label, full: node.full, site: node.site, children, depth };
+}
+
+/** The tree of these sites; siblings stand in the order in which they first appear. */
+export function buildTree(sites) {
+  const root = { key: "", label: "", full: "", site: null, children: [], byKey: new Map() };
+  for (const site of sites) {
+    let node = root;
+    let path = null;
+    for (const part of site.path.split(".")) {
+      path = path === null ? part : `${path}.${part}`;
+      node = childOf(node, path, part || NAMELESS, path || NAMELESS);
+    }
+    if (site.index) {
+      node = childOf(node, siteKey(site), site.index, site.name);
+      node.bare = true;
+    }
+    node.site = site;
+  }
+  return settled(root, 0);
+}
+
+export function maxDepth(node) {
+  return node.children.reduce((deepest, child) => Math.max(deepest, maxDepth(child)), node.depth);
+}
+
+/** Every site at or below a node. */
+export function sitesBelow(node) {
+  const below = node.children.flatMap(sitesBelow);
+  return node.site ? [node.site, ...below] : below;
+}
+
+function row(node, open, label = node.label) {
+  return {
+    key: node.key,
+    label,
+    full: node.full,
+    site: node.site,
+    depth: node.depth - 1,
+    group: node.children.length > 0,
+    open,
+    node,
+  };
+}
+
+/** Is a group open: shallower than the chosen depth, unless it was toggled by hand. */
+export const isOpen = (node, depth, toggled) => node.children.length > 0 && node.depth < depth !== toggled.has(node.key);
+
+/** The visible rows. */
+export function visibleRows(root, depth, toggled) {
+  const rows = [];
+  const visit = (node) => {
+    const open = isOpen(node, depth, toggled);
+    rows.push(row(node, open));
+    if (open) node.children.forEach(visit);
+  };
+  root.children.forEach(visit);
+  return rows;
+}
+
+/** Parses a search text: `/.../` is a regular expression, anything else matches anywhere, ignoring case. */
+export function matcher(text) {
+  const pattern = /^\/(.*?)\/?$/s.exec(text);
+  if (!pattern) {
+    const wanted = text.toLowerCase();
+    return { matches: (name) => name.toLowerCase().includes(wanted), error: null };
+  }
+  try {
+    const expression = new RegExp(pattern[1], "i");
+    return { matches: (name) => expression.test(name), error: null };
+  } catch (error) {
+    return { matches: () => true, error: String(error.message).replace(/^Invalid regular expression: /, "") };
+  }
+}
+
+/** A flat list of the watched modules whose full name matches. */
+export function matchingRows(root, text) {
+  const { matches, error } = matcher(text);
+  const rows = [];
+  const visit = (node) => {
+    if (node.site && matches(node.site.name)) rows.push({ ...row(node, false, node.site.name), depth: 0, group: false });
+    node.children.forEach(visit);
+  };
+  root.children.forEach(visit);
+  return { rows, error };
+}
+
+/** The nodes from the root (without it) to the node of a key; empty if there is none. */
+export function wayTo(root, key) {
+  for (const child of root.children) {
+    if (child.key === key) return [child];
+    const below = wayTo(child, key);
+    if (below.length) return [child, ...below];
+  }
+  return [];
+}
+
+/** The toggles that make a node visible, given the current ones. */
+export function revealing(root, key, depth, toggled) {
+  const opened = new Set(toggled);
+  for (const node of wayTo(root, key).slice(0, -1)) {
+    if (isOpen(node, depth, opened)) continue;
+    if (!opened.delete(node.key)) opened.add(node.key);
+  }
+  return opened;
+}
+
+/** The key of a site in the tree. */
+export const nodeKey = (site) => (site.index ? siteKey(site) : site.path);
+
+/** Finds the row that shows a site: its own, or the closed group it is in; -1 if neither is visible. */
+export function rowFinder(root, rows) {
+  const place = new Map(rows.map((shown, i) => [shown.key, i]));
+  const showing = new Map();
+  const visit = (node, above) => {
+    const here = place.get(node.key) ?? above;
+    if (here !== undefined) showing.set(node.key, here);
+    node.children.forEach((child) => visit(child, here));
+  };
+  root.children.forEach((child) => visit(child, undefined));
+  return (site) => showing.get(nodeKey(site)) ?? -1;
+}
+
+/** The default depth: the deepest with at most `most` rows, one more if that shows fewer than `least`. */
+export function firstDepth(root, least, most) {
+  const deepest = maxDepth(root);
+  const rowsAt = (depth) => visibleRows(root, depth, new Set()).length;
+  let depth = deepest;
+  while (depth > 1 && rowsAt(depth) > most) depth--;
+  return rowsAt(depth) < least ? Math.min(depth + 1, deepest) : depth;
+}
