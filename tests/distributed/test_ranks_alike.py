@@ -142,7 +142,7 @@ def test_a_sick_rank_is_found_and_named(pool: ProcessPool, tmp_path: Path) -> No
     (deviating,) = [each for each in found if each[0] == "sick_rank"]
     assert deviating[1] == "warning"
     assert deviating[2].startswith("Rank 1: ")
-    assert "x the median of ranks" in deviating[2]
+    assert "x the median of all ranks" in deviating[2]
     assert deviating[3]["rank"] == 1
     assert (spread.ranks, spread.max_rank) == (4, 1)
     assert spread.min <= spread.median <= spread.max
