@@ -56,7 +56,7 @@ def declared() -> list[Patch]:
 class Patch:
     """A change to another package that is in place while it has holders.
 
-    Holders are told apart by identity and held weakly: `acquire` and `release` may be called any number of times.
+    Holders are distinguished by identity and held weakly: `acquire` and `release` may be called any number of times.
     """
 
     def __init__(self, module: str, name: str, install: Install, tried_with: str) -> None:
