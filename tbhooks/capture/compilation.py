@@ -76,8 +76,13 @@ def end(watching: Watching) -> None:
 
 
 def is_patched() -> bool:
-    """Whether hooks can become part of what is dynamo. Not with a torch whose compiler is not known."""
+    """Whether hooks can become part of what is compiled. Not with a torch whose compiler is not known."""
     return _PATCH.is_installed
+
+
+def is_unpatched_for(watching: Watching) -> bool:
+    """Whether a watch has begun, and what dynamo compiles has no hooks all the same."""
+    return watching in _watches and "torch._dynamo" in sys.modules and not is_patched()
 
 
 def _compile(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,1 +1,4 @@
-"""What observes logged steps besides statistics: graph, images, channels, embeddings, summary, profiler."""
+"""Collectors: what is recorded on logged steps besides statistics, with one file each.
+
+The protocol is `tbhooks.capture.hooks.collectors.Collector`.
+"""

@@ -1,6 +1,6 @@
-"""Rows and histograms channel by channel, and head by head of attention, for chosen layers.
+"""Statistics and histograms per channel, and per head of attention, for selected layers.
 
-Reduced at once, on the tensor's device and without waiting for it; calls of one step are merged in the background.
+Tensors are reduced at once on their device, without waiting for it. The calls of one step are merged in the background.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ KINDS = ("activation", "weight")
 MOST_CHANNELS = 512
 MOST_CALLS = 256
 HEAD = "head "
-# Torch operations make temporaries of a few times the tensor's size: larger ones are read in parts of so many elements.
+# Torch operations make temporaries of a few times the tensor's size: larger tensors are split into this many elements.
 PART = 1 << 22
 _INSIDE = ("softmax", "scaled_dot_product_attention")
 HEADS_UNSEEN = (
-    "its heads are seen in the weights it returns (need_weights=True, average_attn_weights=False), or where the watch "
-    'has the kind "functional"'
+    "its heads are only available with need_weights=True, average_attn_weights=False, or with the kind "
+    '"functional" in watch'
 )
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One reduced tensor: rows as they are, or parts of `size` elements a channel that parts.py makes rows of."""
+    """One reduced tensor: finished rows, or partial results of `size` elements per channel for `finalize.finish`."""
 
     numbers: Tensor
     size: int
@@ -49,15 +49,15 @@ class Piece:
 
 @dataclass
 class Sums:
-    """What one layer has shown in a step so far."""
+    """The reduced tensors of one layer in the current step."""
 
     channels: int
     pieces: list[Piece] = field(default_factory=list)
     counts: Tensor | None = None
 
 
-class PerChannel:
-    """Looks at the outputs and weights of chosen layers."""
+class ChannelCollector:
+    """Reduces the outputs and weights of selected layers per channel."""
 
     def __init__(
         self, choice: selection.Matcher, kinds: Iterable[str], draws: bool, recorder: Recorder, report: Report
@@ -66,7 +66,7 @@ class PerChannel:
         self._recorder, self._report = recorder, report
         self._layers: dict[str, weakref.ref[nn.Module]] = {}
         self._heads: dict[str, int] = {}
-        # The layers that attentions give their heads to, and whose those are.
+        # The output projections of attention modules, with the path of the attention.
         self._projections: dict[str, str] = {}
         self.begin()
 
@@ -86,7 +86,7 @@ class PerChannel:
         return True
 
     def _forget_module(self, path: str) -> None:
-        """Another may be there now."""
+        """Another module may have this path now."""
         self._layers.pop(path, None)
         self._heads.pop(path, None)
         self._projections = {name: owner for name, owner in self._projections.items() if owner != path}
@@ -101,40 +101,42 @@ class PerChannel:
     def on_tensor(self, path: str, kind: str, index: str, tensor: Tensor) -> None:
         if not tensor.is_floating_point() or tensor.layout is not torch.strided or tensor.is_nested:
             if path in self._layers:
-                why = f"{torch_rows.describe(tensor)}: only real numbers are counted"
+                why = f"channels require floating-point tensors (got {torch_rows.describe(tensor)})"
                 self._report.mark_unseen(f"per_channel/{path}{index}", why)
         elif kind == "input":
             if path in self._projections:
                 owner = self._projections[path]
                 self._add(
-                    "activation", owner, channel_split.by_head(tensor, self._heads[owner], side_by_side=True), HEAD
+                    "activation", owner, channel_split.by_head(tensor, self._heads[owner], concatenated=True), HEAD
                 )
         elif kind == "activation" and path in self._layers:
             module = self._layers[path]()
             if module is not None:
-                self._saw_layer(path, index, module, tensor)
+                self._add_layer(path, index, module, tensor)
         elif kind == "functional":
             owner, _, operation = path.rpartition(":")
             if owner in self._heads and operation in _INSIDE:
                 self._add("activation", path + index, channel_split.operation_by_head(tensor, self._heads[owner]), HEAD)
 
-    def _saw_layer(self, path: str, index: str, module: nn.Module, tensor: Tensor) -> None:
+    def _add_layer(self, path: str, index: str, module: nn.Module, tensor: Tensor) -> None:
         heads = self._heads.get(path)
         self._have_run.add(path)
         if "activation" in self._kinds:
             if heads is None:
                 self._add("activation", path + index, channel_split.by_channel(module, tensor))
             else:
-                alone = f"{path}.{channel_split.projection_of(module)}" not in self._projections
-                side_by_side = alone and tensor.dim() == 3 and not isinstance(module, nn.MultiheadAttention)
+                has_projection = f"{path}.{channel_split.projection_of(module)}" in self._projections
+                concatenated = (
+                    not has_projection and tensor.dim() == 3 and not isinstance(module, nn.MultiheadAttention)
+                )
                 self._add(
-                    "activation", path + index, channel_split.by_head(tensor, heads, side_by_side=side_by_side), HEAD
+                    "activation", path + index, channel_split.by_head(tensor, heads, concatenated=concatenated), HEAD
                 )
         if "weight" in self._kinds:
-            self._saw_weight(path, module, heads)
+            self._add_weight(path, module, heads)
 
-    def _saw_weight(self, path: str, module: nn.Module, heads: int | None) -> None:
-        """Once a step: as it was used, before the optimizer changes it."""
+    def _add_weight(self, path: str, module: nn.Module, heads: int | None) -> None:
+        """Once per step, as it was used: before the optimizer changes it."""
         name, word = (f"{path}.weight", "") if heads is None else (f"{path}.in_proj_weight", HEAD)
         weight = module._parameters.get(name.rpartition(".")[2])
         local = None if weight is None else sharded_tensors.local_tensor(weight)
@@ -156,11 +158,11 @@ class PerChannel:
         shown = by_channel.detach()[:MOST_CHANNELS]
         if len(shown) < len(by_channel):
             self._report.mark_unseen(
-                f"per_channel/{name}", f"{MOST_CHANNELS} of {len(by_channel)} channels are counted"
+                f"per_channel/{name}", f"only {MOST_CHANNELS} of {len(by_channel)} channels are recorded"
             )
         sums = self._sums.setdefault((kind, name, word), Sums(len(shown)))
         if len(shown) != sums.channels or len(sums.pieces) >= MOST_CALLS:
-            why = f"calls with other channels than the first, or past {MOST_CALLS} parts of a step, are not counted"
+            why = f"calls with another number of channels, or more than {MOST_CALLS} parts per step, are not recorded"
             self._report.mark_unseen(f"per_channel/{name}", why)
         if shown.numel() == 0 or len(shown) != sums.channels or len(sums.pieces) >= MOST_CALLS:
             return
@@ -168,23 +170,23 @@ class PerChannel:
             reduce_channels(shown.reshape(len(shown), -1), sums, self._recorder.with_buckets)
 
     def end(self, recorder: Recorder) -> None:
-        self._note_unseen_heads()
-        found = self._sums
-        self.forget()  # first: a watch may be closed from another thread, while modules run
+        self._report_missing_heads()
+        collected = self._sums
+        self.forget()  # first, because a watch may be closed from another thread while modules run
         for kind in KINDS:
-            riding = [
+            attached_sums = [
                 (name, word, sums.channels, *_attached(sums, recorder))
-                for (of_kind, name, word), sums in found.items()
+                for (of_kind, name, word), sums in collected.items()
                 if of_kind == kind and sums.pieces
             ]
-            if riding:
-                make = partial(_make, kind, riding, self._draws)
-                recorder.artifact(guarded(make, self._report, "numbers of channels"))
+            if attached_sums:
+                build = partial(_build, kind, attached_sums, self._draws)
+                recorder.artifact(guarded(build, self._report, "numbers of channels"))
 
     def forget(self) -> None:
         self.begin()
 
-    def _note_unseen_heads(self) -> None:
+    def _report_missing_heads(self) -> None:
         named = {name for kind, name, _ in list(self._sums) if kind == "activation"}
         for path in self._have_run & self._heads.keys() if "activation" in self._kinds else ():
             if not any(name == path or name.startswith((f"{path}[", f"{path}:")) for name in named):
@@ -193,20 +195,20 @@ class PerChannel:
 
 def of_model(
     model: nn.Module, pattern: object, kinds: Iterable[str], draws: bool, recorder: Recorder, report: Report
-) -> PerChannel:
-    """Of the layers that a pattern means; raises if none of those has channels or heads."""
+) -> ChannelCollector:
+    """A collector of the layers that match a pattern; raises ArgumentError if none of them has channels or heads."""
     choice = selection.choice("pattern", pattern, model)
-    made = PerChannel(choice, kinds, draws, recorder, report)
-    if not any(made.wants(path, module) for path, module in selection.walk(model).by_path.items()):
+    collector = ChannelCollector(choice, kinds, draws, recorder, report)
+    if not any(collector.wants(path, module) for path, module in selection.walk(model).by_path.items()):
         raise ArgumentError(
-            f"pattern={pattern!r} matches no module with channels or heads: those are convolutions, linear layers, "
-            "batch and group norms, and attention"
+            f"pattern={pattern!r} matches no module with channels or heads (convolutions, linear layers, batch and "
+            "group norms, attention)"
         )
-    return made
+    return collector
 
 
 def reduce_channels(matrix: Tensor, sums: Sums, with_buckets: bool) -> None:
-    """Adds the rows of a matrix, and their bucket counts, to what there is. Numbers of no other row are read."""
+    """Reduces each row of a matrix and adds the results, with bucket counts if requested, to `sums`."""
     if matrix.dtype not in torch_rows.ORDINARY:
         matrix = matrix.float()
     dense = matrix.contiguous()
@@ -230,7 +232,7 @@ def _add_counts(sums: Sums, counts: Tensor | None) -> None:
 
 
 _Pieces = list[tuple[Attached, int, bool]]
-_Riding = tuple[str, str, int, _Pieces, Attached | None]
+_AttachedSums = tuple[str, str, int, _Pieces, Attached | None]
 
 
 def _attached(sums: Sums, recorder: Recorder) -> tuple[_Pieces, Attached | None]:
@@ -238,22 +240,22 @@ def _attached(sums: Sums, recorder: Recorder) -> tuple[_Pieces, Attached | None]
     return pieces, None if sums.counts is None else recorder.attach(sums.counts)
 
 
-def _make(kind: str, riding: Sequence[_Riding], draws: bool, read: Read) -> Iterable[Artifact]:
-    """In the background: what all calls of each layer saw, merged."""
+def _build(kind: str, attached_sums: Sequence[_AttachedSums], draws: bool, read: Read) -> Iterable[Artifact]:
+    """Runs in the background: merges the calls of each layer."""
     names, values, counts = [], [], []
-    for name, word, channels, pieces, counted in riding:
+    for name, word, channels, pieces, counted in attached_sums:
         names += [(name, f"[{word}{i}]") for i in range(channels)]
         values.append(_merged(channels, pieces, read))
         width = stats.BUCKETS if counted is not None else 0
         counts.append(np.zeros((channels, 0), dtype=np.int64) if counted is None else read(counted)[:, :width])
-    drawn = frozenset(name for name, *_ in riding) if draws else frozenset[str]()
+    drawn = frozenset(name for name, *_ in attached_sums) if draws else frozenset[str]()
     yield Channels(kind, tuple(names), np.concatenate(values), np.concatenate(counts).astype(np.int64), drawn)
 
 
 def _merged(channels: int, pieces: _Pieces, read: Read) -> stats.Floats:
-    found = [_rows_of(read(attached).astype(np.float64), size, finished) for attached, size, finished in pieces]
-    owner = np.tile(np.arange(channels), len(found))
-    return found[0] if len(found) == 1 else stats.merge(np.concatenate(found), owner, channels)
+    rows = [_rows_of(read(attached).astype(np.float64), size, finished) for attached, size, finished in pieces]
+    owner = np.tile(np.arange(channels), len(rows))
+    return rows[0] if len(rows) == 1 else stats.merge(np.concatenate(rows), owner, channels)
 
 
 def _rows_of(numbers: stats.Floats, size: int, finished: bool) -> stats.Floats:

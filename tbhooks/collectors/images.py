@@ -1,7 +1,7 @@
-"""Pictures of what runs: the input batch, filters, feature maps, attention maps.
+"""Images of the input batch, filters, feature maps and attention maps.
 
-In the training thread a small part of a tensor is copied on its device, no more than a limit of bytes a step; it is
-normalised and painted in the background.
+The training thread copies a small part of a tensor on its device, up to a limit of bytes per step. The background
+thread normalises and draws it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from tbhooks.data.self_report import Report
 from tbhooks.drawing import tensor_grid
 from tbhooks.reduction.torch_rows import describe, has_no_data
 
-# Pictures of each of the first logged steps, then half as often with every doubling: TensorBoard shows ten of a tag.
+# Images of each of the first logged steps, then half as often with every doubling: TensorBoard shows ten per tag.
 IN_FULL = 10
 MOST_BYTES = 1 << 20
 LARGEST_FILTER = 32
-# What an operation's name ends with whose result, or what is computed beside it, is attention weights.
+# The suffixes of operations that have attention weights as output.
 ATTENTION_WEIGHTS = (":softmax", ":scaled_dot_product_attention.weights")
 RANGE = (
     "One scale a picture, from the 0.5 to the 99.5 percentile of its numbers; the strip below says which those are. "
@@ -39,35 +39,35 @@ RANGE = (
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _Key = tuple[str, str]
-"""The kind, and the name of what is shown."""
+"""The kind and the name of a tensor."""
 
 
 def of_model(
     model: nn.Module, pattern: object, report: Report, every: int | None = None, most_bytes: int = MOST_BYTES
-) -> Pictures:
-    """Of the modules that a pattern means; without one of the input batch and the first convolution."""
+) -> ImageCollector:
+    """A collector of the modules that match a pattern; without one, of the input batch and the first convolution."""
     if pattern is not None:
-        return Pictures(selection.choice("pattern", pattern, model), report, False, every, most_bytes)
+        return ImageCollector(selection.choice("pattern", pattern, model), report, False, every, most_bytes)
     modules = selection.walk(model).by_path
     first = next((path for path, module in modules.items() if isinstance(module, _CONVOLUTIONS)), None)
-    return Pictures(lambda path, _module: path == first, report, True, every, most_bytes)
+    return ImageCollector(lambda path, _module: path == first, report, True, every, most_bytes)
 
 
-class Pictures:
-    """Looks at chosen modules' outputs and filters, and at what the model is given."""
+class ImageCollector:
+    """Copies parts of the outputs and filters of selected modules, and of the model's inputs."""
 
     def __init__(self, choice: Matcher, report: Report, inputs: bool, every: int | None, most_bytes: int) -> None:
         self._choice, self._report, self._inputs = choice, report, inputs
         self._every, self._most_bytes = every, most_bytes
-        # Others look on, too, and all are shown what any of them wants.
+        # A collector is called with the tensors that any collector wants.
         self._chosen: set[str] = set()
         self._filters: dict[str, weakref.ref[nn.Module]] = {}
         self._logged = 0
-        self._seen: dict[_Key, Tiles] = {}
+        self._collected: dict[_Key, Tiles] = {}
         self._bytes = 0
 
     def wants(self, path: str, module: nn.Module) -> bool:
-        self._chosen.discard(path)  # another module may be there now
+        self._chosen.discard(path)  # another module may have this path now
         self._filters.pop(path, None)
         chosen = self._choice(path, module)
         if chosen:
@@ -80,10 +80,10 @@ class Pictures:
         return self._inputs and path == ROOT
 
     def begin(self) -> None:
-        self._seen, self._bytes = {}, 0
+        self._collected, self._bytes = {}, 0
 
     def on_tensor(self, path: str, kind: str, index: str, tensor: Tensor) -> None:
-        if not self._takes_pictures:
+        if not self._is_due:
             return
         if kind == "input":
             if self._inputs and path == ROOT:
@@ -97,17 +97,19 @@ class Pictures:
 
     def end(self, recorder: Recorder) -> None:
         self._logged += 1
-        seen = self._seen
-        self.forget()  # first: a watch may be closed from another thread, while modules run
-        if seen:
-            riding = [(key, part.natural, part.words, recorder.attach(part.numbers)) for key, part in seen.items()]
-            recorder.artifact(guarded(partial(_paint, riding), self._report, "painting pictures"))
+        collected = self._collected
+        self.forget()  # first, because a watch may be closed from another thread while modules run
+        if collected:
+            attached = [
+                (key, part.natural, part.description, recorder.attach(part.numbers)) for key, part in collected.items()
+            ]
+            recorder.artifact(guarded(partial(_draw, attached), self._report, "drawing images"))
 
     def forget(self) -> None:
         self.begin()
 
     @property
-    def _takes_pictures(self) -> bool:
+    def _is_due(self) -> bool:
         if self._every is None:
             return schedule.thinned(self._logged, IN_FULL)
         return self._logged % self._every == 0
@@ -122,24 +124,28 @@ class Pictures:
             self._take("weight", f"{path}.weight", local, image_tiles.of_filters)
 
     def _take(self, kind: str, name: str, tensor: Tensor, choose: Callable[[Tensor], Tiles | None]) -> None:
-        """The first of a step: a shared module and micro-batches give more."""
-        if (kind, name) in self._seen:
+        """Keeps the first tensor of a step; shared modules and micro-batches have several."""
+        if (kind, name) in self._collected:
             return
         if not image_tiles.is_shown(tensor, kind):
-            self._report.mark_unseen(_tag(kind, name), f"{describe(tensor)}: pictures show real numbers")
+            self._report.mark_unseen(
+                _tag(kind, name), f"images require floating-point tensors (got {describe(tensor)})"
+            )
             return
         part = choose(tensor.detach())
         if part is None:
             if kind != "weight":
-                self._report.mark_unseen(_tag(kind, name), f"a tensor of shape {list(tensor.shape)} is no picture")
+                self._report.mark_unseen(
+                    _tag(kind, name), f"a tensor of shape {list(tensor.shape)} cannot be shown as an image"
+                )
         elif self._has_room(kind, name, part.numbers):
             with torch.no_grad():
-                self._seen[kind, name] = part._replace(numbers=part.numbers.clone())
+                self._collected[kind, name] = part._replace(numbers=part.numbers.clone())
 
     def _has_room(self, kind: str, name: str, numbers: Tensor) -> bool:
         needed = numbers.numel() * max(numbers.itemsize, 4 if numbers.dtype is torch.bfloat16 else 1)
         if self._bytes + needed > self._most_bytes:
-            why = f"pictures of a step take at most {self._most_bytes} bytes; images(..., most_bytes=) changes that"
+            why = f"the images of a step are limited to {self._most_bytes} bytes; increase images(..., most_bytes=)"
             self._report.mark_unseen(_tag(kind, name), why)
             return False
         self._bytes += needed
@@ -150,13 +156,13 @@ def _tag(kind: str, name: str) -> str:
     return f"images.{kind}/{name}"
 
 
-def _paint(riding: Iterable[tuple[_Key, bool, str, Attached]], read: Read) -> Iterable[Artifact]:
-    """In the background."""
-    for (kind, name), natural, words, attached in riding:
+def _draw(parts: Iterable[tuple[_Key, bool, str, Attached]], read: Read) -> Iterable[Artifact]:
+    """Runs in the background."""
+    for (kind, name), natural, description, attached in parts:
         numbers = read(attached)
         if natural:  # channels last; one channel is grey
             numbers = numbers.transpose(0, 2, 3, 1)
             numbers = numbers[..., 0] if numbers.shape[-1] == 1 else numbers
         pixels, _ = tensor_grid.painted(numbers, natural=natural)
         code = name.replace("`", "'")
-        yield Picture(_tag(kind, name), pixels, f"{kind} of `{code}`: {words}. {RANGE}")
+        yield Picture(_tag(kind, name), pixels, f"{kind} of `{code}`: {description}. {RANGE}")

@@ -1,6 +1,6 @@
-"""The layers of a model as a table: parameters at once, outputs from the first pass that is logged.
+"""The layers of a model as a table: parameters at once, outputs from the first logged forward.
 
-Looks at sizes and types alone, and no more once it has seen a whole pass.
+Reads sizes and dtypes only, and nothing after the first complete forward.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tbhooks.drawing.model_table import Layer, Layers, as_artifact
 
 @dataclass
 class _Outputs:
-    """What a module has put out, by the index of its output."""
+    """The outputs of a module, by their index."""
 
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     types: dict[str, str] = field(default_factory=dict)
@@ -34,47 +34,47 @@ class _Outputs:
 
 
 class SummaryCollector:
-    """Knows the layers, and fills in their outputs once."""
+    """Describes the layers, and adds their outputs once."""
 
     def __init__(self, model: weakref.ref[nn.Module], collectors: Collectors, report: Report) -> None:
         self._model = model
         self._collectors = collectors
         self._report = report
-        self._seen: dict[str, _Outputs] = {}
+        self._outputs: dict[str, _Outputs] = {}
         self._samples = 0
-        self._is_whole = self._is_done = False
-        self.layers = self._described()
+        self._is_complete = self._is_done = False
+        self.layers = self._layers()
 
     def wants(self, path: str, module: nn.Module) -> bool:
         return not self._is_done
 
     def wants_inputs(self, path: str, module: nn.Module) -> bool:
-        """Those of the model tell how many samples there are."""
+        """The inputs of the model have the number of samples."""
         return not self._is_done and path == ROOT
 
     def begin(self) -> None:
         self.forget()
 
     def on_tensor(self, path: str, kind: str, index: str, tensor: Tensor) -> None:
-        if self._is_whole or self._is_done or kind == "functional":
+        if self._is_complete or self._is_done or kind == "functional":
             return
         if not self._samples and tensor.dim():
             self._samples = shape_of(tensor)[0]
         if kind == "input":
             return
-        seen = self._seen.setdefault(path, _Outputs())
-        seen.shapes.setdefault(index, shape_of(tensor))
-        seen.types.setdefault(index, type_of(tensor))
-        seen.calls[index] = seen.calls.get(index, 0) + 1
-        seen.nbytes += tensor.numel() * tensor.element_size()  # nbytes knows no sparse ones
-        # Micro-batches that follow in the same step are passes of their own.
-        self._is_whole = path == ROOT
+        outputs = self._outputs.setdefault(path, _Outputs())
+        outputs.shapes.setdefault(index, shape_of(tensor))
+        outputs.types.setdefault(index, type_of(tensor))
+        outputs.calls[index] = outputs.calls.get(index, 0) + 1
+        outputs.nbytes += tensor.numel() * tensor.element_size()  # Tensor.nbytes does not support sparse tensors
+        # Further micro-batches of the step are separate forwards.
+        self._is_complete = path == ROOT
 
     def end(self, recorder: Recorder) -> None:
-        if not self._seen or self._is_done:
+        if not self._outputs or self._is_done:
             return
         self._is_done = True
-        self.layers = layers = self._described()
+        self.layers = layers = self._layers()
         self._collectors.change_subscription()
 
         def make(_read: Read) -> Iterable[Artifact]:
@@ -84,42 +84,38 @@ class SummaryCollector:
         self.forget()
 
     def forget(self) -> None:
-        self._seen, self._samples, self._is_whole = {}, 0, False
+        self._outputs, self._samples, self._is_complete = {}, 0, False
 
-    def _described(self) -> Layers:
+    def _layers(self) -> Layers:
         model = self._model()
-        return described(model, self._seen, self._samples) if model is not None else Layers("", ())
+        return describe_layers(model, self._outputs, self._samples) if model is not None else Layers("", ())
 
 
-def described(model: nn.Module, seen: Mapping[str, _Outputs], samples: int) -> Layers:
-    """Layers in the order of their first output, then those that have put out nothing."""
+def describe_layers(model: nn.Module, outputs: Mapping[str, _Outputs], samples: int) -> Layers:
+    """The layers in the order of their first output, then those without output."""
     modules = selection.walk(model).by_path
     counted: dict[int, str] = {}
     layers: dict[str, Layer] = {}
     for path, module in modules.items():
         parameters = module._parameters
         own = {name: p for name, p in parameters.items() if p is not None and not is_lazy(p)}
-        if own or _has_no_parts(module):
-            layers[path] = _layer(path, module, own, counted, seen.get(path, _Outputs()))
-    order = [path for path in seen if path in layers] + [path for path in layers if path not in seen]
+        if own or (next(module.children(), None) is None and is_called(module)):
+            layers[path] = _layer(path, module, own, counted, outputs.get(path, _Outputs()))
+    order = [path for path in outputs if path in layers] + [path for path in layers if path not in outputs]
     known = {id(p): p for p in model.parameters() if not is_lazy(p)}
     nbytes = sum(p.numel() * p.element_size() for p in known.values())
-    return Layers(type(model).__name__, tuple(layers[path] for path in order), nbytes, samples if seen else 0)
-
-
-def _has_no_parts(module: nn.Module) -> bool:
-    return next(module.children(), None) is None and is_called(module)
+    return Layers(type(model).__name__, tuple(layers[path] for path in order), nbytes, samples if outputs else 0)
 
 
 def _layer(
-    path: str, module: nn.Module, own: Mapping[str, nn.Parameter], counted: dict[int, str], seen: _Outputs
+    path: str, module: nn.Module, own: Mapping[str, nn.Parameter], counted: dict[int, str], outputs: _Outputs
 ) -> Layer:
-    """`counted` are the parameters of earlier layers, to which its own are added."""
+    """`counted` has the parameters of earlier layers; those of this layer are added."""
     new = [p for p in own.values() if id(p) not in counted]
     tied = [counted[id(p)] for p in own.values() if id(p) in counted]
     counted |= {id(p): f"{path}.{name}" for name, p in own.items() if id(p) not in counted}
     return Layer(
-        path, type(module).__name__, tuple(seen.shapes.values()), ", ".join(dict.fromkeys(seen.types.values())),
+        path, type(module).__name__, tuple(outputs.shapes.values()), ", ".join(dict.fromkeys(outputs.types.values())),
         sum(p.numel() for p in new), sum(p.numel() for p in new if p.requires_grad), ", ".join(tied),
-        max(seen.calls.values(), default=0), seen.nbytes,
+        max(outputs.calls.values(), default=0), outputs.nbytes,
     )  # fmt: skip

@@ -1,6 +1,6 @@
-"""A trace of some steps by torch's own profiler, started and stopped where steps end.
+"""A trace of some steps by torch.profiler, which is started and stopped at the ends of steps.
 
-It is written in the background, beside the run. If a profiler runs already, it is left alone.
+The trace is written in the background, beside the run. If another profiler is running, nothing is profiled.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from tbhooks.capture.hooks.forward_event import ForwardEvent, Subscription
 from tbhooks.data.frame import Frame
 from tbhooks.data.self_report import Report
 
-# The ending by which viewers know torch's traces.
+# The suffix by which viewers recognise torch's traces.
 ENDING = ".pt.trace.json.gz"
 
 
 @dataclass
 class Trace:
-    """A trace that is still to be written, as the pump takes it."""
+    """A trace to be written, as the worker accepts it."""
 
     profiler: profile
     path: Path
@@ -33,7 +33,7 @@ class Trace:
     nbytes: int = 0
 
     def without_numbers(self) -> Trace:
-        """Nobody else has it: it is never dropped."""
+        """A trace is never dropped."""
         return self
 
     def frames(self) -> list[Frame]:
@@ -47,7 +47,7 @@ class Trace:
 
 
 class Profile:
-    """The steps from `first` to `last`, both included."""
+    """Profiles the steps from `first` to `last`, both included."""
 
     def __init__(
         self, first: int, last: int, directory: Path, forwards: ForwardEvent, gate: CompileGate,
@@ -63,7 +63,7 @@ class Profile:
         self._next_forward: Subscription | None = None
 
     def step_ended(self, step: int) -> None:
-        """The next one may be the first of those, or this one was the last."""
+        """Starts before the first of the steps, and stops after the last."""
         with self._report.guarded("profiling"):
             if step == self.last:
                 self._stop_soon()
@@ -77,7 +77,9 @@ class Profile:
             return
         if is_profiled():
             self._is_over = True
-            self._report.log_once(f"steps {self.first} to {self.last} are not profiled: a profiler runs already")
+            self._report.log_once(
+                f"steps {self.first} to {self.last} are not profiled: another profiler is already running"
+            )
             return
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
         profiler = profile(activities=activities)
@@ -85,8 +87,9 @@ class Profile:
         self._profiler = profiler
 
     def _stop_soon(self) -> None:
-        """Steps end inside the optimizer's, which would seem to take as long as stopping does: the next forward is
-        soon enough. A compiled one is not to change for it.
+        """Stops at the next forward: inside the optimizer's step, stopping would count as part of the optimizer.
+
+        A compiled model is not recompiled for that, and stops at once.
         """
         if self._profiler is not None and not self._gate.was_compiled:
             self._next_forward = self._forwards.subscribe(self._forward_begins, in_graph=False)
@@ -97,12 +100,12 @@ class Profile:
         self.stop(self.last)
 
     def leave_model(self) -> None:
-        """Waits for no forward any more."""
+        """Stops without waiting for the next forward."""
         if self._next_forward is not None:
             self.stop(self.last)
 
     def stop(self, step: int) -> None:
-        """After a step, or when the watch closes: what there is until then is written."""
+        """Stops after a step, or when the watch closes, and writes the trace."""
         self._is_over = True
         if self._next_forward is not None:
             self._next_forward.cancel()

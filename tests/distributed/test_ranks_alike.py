@@ -141,7 +141,7 @@ def test_a_sick_rank_is_found_and_named(pool: ProcessPool, tmp_path: Path) -> No
     found, spread, _ = pool.values(jobs.differing, 4, tmp_path, 1000.0)[0]
     (deviating,) = [each for each in found if each[0] == "sick_rank"]
     assert deviating[1] == "warning"
-    assert deviating[2].startswith("rank 1: ")
+    assert deviating[2].startswith("Rank 1: ")
     assert "x the median of ranks" in deviating[2]
     assert deviating[3]["rank"] == 1
     assert (spread.ranks, spread.max_rank) == (4, 1)
@@ -152,7 +152,7 @@ def test_a_rank_that_alone_has_nan_is_named_at_once(pool: ProcessPool, tmp_path:
     found, _, _ = pool.values(jobs.differing, 2, tmp_path, float("nan"))[0]
     deviating = [each for each in found if each[0] == "sick_rank"]
     assert [(each[1], each[3]["rank"]) for each in deviating] == [("error", 1)]
-    assert "rank 1: 64 values in the activation of up are not finite, and all are on another rank" in deviating[0][2]
+    assert "Rank 1: 64 values of the up output are not finite, while all are on another rank" in deviating[0][2]
 
 
 def test_logged_numbers_are_means_over_the_ranks_that_logged_them(pool: ProcessPool, tmp_path: Path) -> None:

@@ -95,6 +95,16 @@ def test_peek_leaves_nothing_behind(before: Found) -> None:
     assert replaced(before) == set()
 
 
+def test_peek_does_not_blame_a_compiler_that_is_wrapped_for_watches_only() -> None:
+    class Forgets(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(2, 2)
+            self.unused = nn.Linear(2, 2)
+
+    notes = tbhooks.peek(Forgets(), torch.ones(3, 2)).notes
+    assert any("unused: forward() never called" in note for note in notes), notes
+
+
 def test_the_compiler_stays_wrapped_while_code_with_hooks_is_there(before: Found) -> None:
     """Its graphs must not count against the user's limit of recompiles."""
     model = nn.Linear(2, 2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import sys
 import threading
 import weakref
 from collections import OrderedDict
@@ -228,7 +227,7 @@ class HookManager:
         """Why hooks are not part of what was compiled; nothing if they are."""
         if self.lost_in:
             return NOT_IN_COMPILED
-        return UNKNOWN_COMPILER if "torch._dynamo" in sys.modules and not compilation.is_patched() else ""
+        return UNKNOWN_COMPILER if compilation.is_unpatched_for(self) else ""
 
     def why_blind(self) -> str:
         """Why no module of the model was seen running, and what is done about it."""

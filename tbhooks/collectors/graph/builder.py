@@ -1,7 +1,7 @@
-"""A graph in the making: calls of modules inside each other, and boxes inside them that are joined by arrows.
+"""Builds a graph: nested calls of modules (scopes), and boxes inside them that are connected by edges.
 
-Plain objects that know no tensor. Names are given in the end, when it is known how often each thing was called.
-What is called over and over, as in a recurrent loop, is drawn a few times, and then on top of the last.
+Plain objects without tensors. Names are assigned at the end, when the number of calls is known. Modules and operations
+that are called many times, as in a recurrent loop, get a few boxes; further calls share the last one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from tbhooks.data.artifacts import Graph, Node
 
-# Calls of one module, and of one operation, inside one call of the module around them that have a box of their own.
+# How many calls of one module, and of one operation, get their own box inside one call of the parent module.
 MOST_CALLS = 8
 MOST_OPERATIONS = 32
 Shape = tuple[int, ...]
@@ -20,24 +20,24 @@ Shape = tuple[int, ...]
 
 @dataclass(eq=False, repr=False)
 class Box:
-    """One operation, or one call of a module whose inside is not drawn."""
+    """A node: one operation, or one call of a module that is shown as a single node."""
 
     scope: Scope
     label: str
-    """What it is called, inside the scope; empty if it stands for the scope's own call."""
+    """Its name inside the scope; empty if it represents the scope's own call."""
     operation: str
     order: int
     inputs: dict[tuple[Box, int], None] = field(default_factory=dict)
     after: Box | None = None
-    """What ran before it, where arrows are not known."""
+    """The box that ran before it, where edges are not known."""
     shapes: list[Shape] = field(default_factory=list)
     attributes: dict[str, str] = field(default_factory=dict)
     repeats: int = 0
-    """How many calls were drawn on top of it."""
+    """The number of further calls that share it."""
     stays: bool = False
-    """Whether it is drawn even if no arrow leaves it."""
+    """Whether it is kept even if no edge leaves it."""
     part_of: Box | None = None
-    """The box it is drawn as."""
+    """The box that represents it."""
 
     @property
     def drawn(self) -> Box:
@@ -48,12 +48,12 @@ class Box:
 
 
 Origin = tuple[Box, int]
-"""A box, and which of its outputs."""
+"""A box, and the number of its output."""
 
 
 @dataclass(eq=False, repr=False)
-class Place:
-    """Where a module is called inside a call of another."""
+class CallSite:
+    """The calls of one module inside a call of another."""
 
     calls: list[Scope] = field(default_factory=list)
     so_far: int = 0
@@ -61,59 +61,56 @@ class Place:
 
 @dataclass(eq=False, repr=False)
 class Scope:
-    """A call of a module; the outermost is a pass of the whole model."""
+    """A call of a module; the outermost is the forward of the model."""
 
     path: str = ""
     around: Scope | None = None
     inside: str = ""
-    """Its path from the module around it."""
+    """Its path relative to the module around it."""
     about: dict[str, str] = field(default_factory=dict)
-    places: dict[str, Place] = field(default_factory=dict)
+    call_sites: dict[str, CallSite] = field(default_factory=dict)
     boxes: dict[str, list[Box]] = field(default_factory=dict)
     so_far: dict[str, int] = field(default_factory=dict)
     own: Box | None = None
     repeats: int = 0
 
     def restart(self) -> None:
-        """It is called once more, and drawn on top of what is there."""
+        """Another call begins that shares the existing boxes."""
         self.so_far = {}
-        for place in self.places.values():
-            place.so_far = 0
+        for site in self.call_sites.values():
+            site.so_far = 0
 
     @property
     def is_empty(self) -> bool:
-        return not self.places and not self.boxes
+        return not self.call_sites and not self.boxes
 
     def operations(self) -> Iterator[Box]:
-        """What was computed in it, without what went in."""
+        """Its operations, without inputs."""
         for boxes in self.boxes.values():
             yield from (box for box in boxes if not box.stays)
 
 
-class Drawing:
-    """Everything of one pass, in the order in which it ran."""
+class GraphBuilder:
+    """The scopes and boxes of one forward, in execution order."""
 
     def __init__(self) -> None:
         self.root = Scope()
         self.boxes: list[Box] = []
 
     def call(self, around: Scope, inside: str, path: str) -> Scope:
-        """A module is called: its next call there, or the last one again if there were many."""
-        place = around.places.setdefault(inside, Place())
-        place.so_far += 1
-        if place.so_far <= len(place.calls):
-            scope = place.calls[place.so_far - 1]
-        elif len(place.calls) < MOST_CALLS:
-            place.calls.append(Scope(path, around, inside))
-            return place.calls[-1]
-        else:
-            scope = place.calls[-1]
+        """The scope of a module's next call; the last one again if there were many."""
+        site = around.call_sites.setdefault(inside, CallSite())
+        site.so_far += 1
+        if site.so_far > len(site.calls) and len(site.calls) < MOST_CALLS:
+            site.calls.append(Scope(path, around, inside))
+            return site.calls[-1]
+        scope = site.calls[min(site.so_far, len(site.calls)) - 1]
         scope.repeats += 1
         scope.restart()
         return scope
 
     def box(self, scope: Scope, label: str, operation: str) -> Box:
-        """An operation is called, with the same rule."""
+        """The box of an operation's next call; the last one again if there were many."""
         known = scope.boxes.setdefault(label, [])
         number = scope.so_far[label] = scope.so_far.get(label, 0) + 1
         if number > len(known) and len(known) < MOST_OPERATIONS:
@@ -124,7 +121,7 @@ class Drawing:
         return box
 
     def own_box(self, scope: Scope, operation: str) -> Box:
-        """What stands for a call itself; what is inside is drawn as part of it."""
+        """The box that represents a call itself, with everything inside it."""
         if scope.own is None:
             scope.own = self._new(scope, "", operation)
             scope.own.stays = True
@@ -140,25 +137,25 @@ class Drawing:
         return self.boxes[-1]
 
     def graph(self, name: str, outputs: Sequence[Box]) -> Graph:
-        """The finished graph: the boxes that stay, under names that say what they are nested in."""
+        """The finished graph, with names that contain the nesting."""
         shown = [box for box in self.boxes if box.part_of is None]
         if outputs:
-            shown = _without_loose_ends(shown, outputs)
+            shown = _without_unused(shown, outputs)
         names = _named(shown, _scope_names(self.root, ""))
         return Graph(name, tuple(_node(box, names) for box in shown))
 
 
 def _sources(box: Box) -> list[Origin]:
-    """Where its arrows come from. Calls drawn on top of earlier ones would make some of them point backwards."""
-    found = ((source.drawn, port) for source, port in box.inputs)
-    return list(dict.fromkeys((source, port) for source, port in found if source.order < box.order))
+    """The origins of its edges, without those that would point backwards because calls share boxes."""
+    origins = ((source.drawn, port) for source, port in box.inputs)
+    return list(dict.fromkeys((source, port) for source, port in origins if source.order < box.order))
 
 
-def _without_loose_ends(boxes: Iterable[Box], outputs: Sequence[Box]) -> list[Box]:
-    """Less the operations from which no arrow leads anywhere: sizes, masks that were not used."""
+def _without_unused(boxes: Iterable[Box], outputs: Sequence[Box]) -> list[Box]:
+    """Without operations whose result is not used, such as sizes and unused masks."""
     used = set(outputs)
     kept = []
-    for box in reversed(list(boxes)):  # all arrows come from earlier boxes
+    for box in reversed(list(boxes)):  # all edges come from earlier boxes
         if box in used or box.stays:
             kept.append(box)
             used.update(source for source, _ in _sources(box))
@@ -166,24 +163,22 @@ def _without_loose_ends(boxes: Iterable[Box], outputs: Sequence[Box]) -> list[Bo
 
 
 def _scope_names(scope: Scope, name: str) -> dict[Scope, str]:
-    """The first call of a module has its path for a name, and the others are beside it: nested, they would close
-    loops where there are none.
-    """
+    """The first call of a module is named by its path. Further calls are siblings: nested, they would form loops."""
     names = {scope: name}
-    for inside, place in scope.places.items():
+    for inside, site in scope.call_sites.items():
         below = _joined(name, *inside.split("."))
-        for number, call in enumerate(place.calls, start=1):
+        for number, call in enumerate(site.calls, start=1):
             names |= _scope_names(call, below if number == 1 else f"{below}.call_{number}")
     return names
 
 
 def _joined(*parts: str) -> str:
-    """What TensorBoard reads something into is replaced: outputs are counted with `:`, and `^` is an order."""
+    """A node name without characters that have a meaning in TensorBoard: `:` for outputs, `^` for control edges."""
     return "/".join(re.sub(r"[:^\s\x00-\x1f]", "_", part) for part in parts if part)
 
 
 def _named(boxes: Iterable[Box], scopes: dict[Scope, str]) -> dict[Box, str]:
-    """A name for each: that of its module's call, or one inside it that neither a module nor another box has."""
+    """A unique name for each box: that of its module's call, or one inside it."""
     nested = {name[:end] for name in scopes.values() for end in _ends(name)}
     names: dict[Box, str] = {}
     used: set[str] = set()
@@ -201,7 +196,7 @@ def _named(boxes: Iterable[Box], scopes: dict[Scope, str]) -> dict[Box, str]:
 
 
 def _ends(name: str) -> list[int]:
-    return [place for place, letter in enumerate(name) if letter == "/"] + [len(name)]
+    return [i for i, letter in enumerate(name) if letter == "/"] + [len(name)]
 
 
 def _node(box: Box, names: dict[Box, str]) -> Node:

@@ -1,4 +1,4 @@
-"""What is said of a module and of a tensor beside their numbers: class, settings, parameters; shape and type."""
+"""Descriptions of modules (class, settings, parameters) and tensors (shape, dtype)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ LONGEST = 300
 
 
 def shape_of(tensor: Tensor) -> tuple[int, ...]:
-    """Its sizes; those of a ragged tensor are -1 where they differ."""
-    if tensor.is_nested and tensor.layout is torch.strided:  # of which only the number of its parts is a size
+    """The shape; sizes that vary within a nested tensor are -1."""
+    if tensor.is_nested and tensor.layout is torch.strided:  # only its first size is known
         return tensor.size(0), *[-1] * (tensor.dim() - 1)
     return tuple(size if isinstance(size, int) else -1 for size in tensor.shape)
 
@@ -27,15 +27,15 @@ def type_of(tensor: Tensor) -> str:
 
 
 def is_called(module: nn.Module) -> bool:
-    """Not a ModuleList or its like, which only hold others."""
+    """Whether a module has a forward, unlike ModuleList and other containers."""
     return isinstance(module, torch.jit.ScriptModule) or type(module).forward is not nn.Module.forward
 
 
 def about_module(path: str, module: nn.Module) -> dict[str, str]:
-    """As attributes of a box."""
+    """The attributes of a module's node."""
     kind = type(module)
     own = [p for p in module.parameters() if not is_lazy(p)]
-    said = {
+    attributes = {
         "module": f"{kind.__name__} {path}",
         "class": f"{kind.__module__}.{kind.__qualname__}",
         "settings": _settings(module),
@@ -43,7 +43,7 @@ def about_module(path: str, module: nn.Module) -> dict[str, str]:
         "trainable": _trainable(own),
         "weights": ", ".join(f"{name} {sizes(p)}" for name, p in _direct(module)),
     }
-    return {name: value[:LONGEST] for name, value in said.items() if value}
+    return {name: value[:LONGEST] for name, value in attributes.items() if value}
 
 
 def _direct(module: nn.Module) -> list[tuple[str, Tensor]]:
@@ -58,7 +58,7 @@ def _trainable(parameters: list[nn.Parameter]) -> str:
 
 
 def _settings(module: nn.Module) -> str:
-    """What it says of itself; that is the user's code, which may fail before a first pass is over."""
+    """The module's extra_repr, which is the user's code and may fail before the first forward has ended."""
     try:
         with torch.no_grad():
             return " ".join(module.extra_repr().split())

@@ -1,7 +1,7 @@
-"""What operations are called, which only pass a tensor on, and the mode by which they are seen in one pass.
+"""The TorchFunctionMode that observes the operations of one forward, and the names of operations.
 
-The mode passes every call on untouched. It lies on torch's stack while a pass is followed, except inside modules
-that would leave their fused path for it, and sees nothing once the pass was left without a word.
+The mode leaves every call unchanged. It is active while a forward is traced, except inside modules that would leave
+their fused path for it, and does nothing after the forward was interrupted.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from torch import nn
 
 from tbhooks.capture.hooks.function_mode import MODULE_CALL, NOT_CALLED, Operation, OwnMode, is_call
 
-_NO_NEW_NUMBERS = """
+_VIEWS_AND_COPIES = """
     view view_as reshape reshape_as flatten unflatten ravel transpose t T mT H mH adjoint permute swapaxes swapdims
     movedim moveaxis squeeze unsqueeze expand expand_as broadcast_to narrow select unbind chunk split tensor_split
     split_with_sizes getitem hsplit vsplit dsplit view_as_real view_as_complex real imag as_strided atleast_1d
     atleast_2d atleast_3d alias contiguous clone to type type_as float double half bfloat16 cpu cuda data
     as_subclass requires_grad positive iter lift_fresh
 """
-PASS_ON = frozenset(_NO_NEW_NUMBERS.split())
-"""What comes out of these is drawn as what went in."""
+PASS_ON = frozenset(_VIEWS_AND_COPIES.split())
+"""Operations that return the values of their input: they get no node."""
 JOIN = frozenset(("cat", "concat", "concatenate"))
 _OPERATORS = ("add", "sub", "mul", "pow", "matmul", "mod", "floordiv", "and", "or", "xor", "lshift", "rshift")
-_SPELT = {f"{how}{name}": name for name in _OPERATORS for how in "ri"}
-_SPELT |= dict.fromkeys(("truediv", "idiv", "itruediv", "rdiv", "rtruediv"), "div")
+_ALIASES = {f"{how}{name}": name for name in _OPERATORS for how in "ri"}
+_ALIASES |= dict.fromkeys(("truediv", "idiv", "itruediv", "rdiv", "rtruediv"), "div")
 
 
 def name_of(function: Operation) -> str:
@@ -39,33 +39,33 @@ def name_of(function: Operation) -> str:
         return str(getattr(getattr(function, "__self__", None), "__name__", name))
     is_operator = name.startswith("__")
     name = name.partition(".")[0].strip("_")
-    return _SPELT.get(name, name) if is_operator else name
+    return _ALIASES.get(name, name) if is_operator else name
 
 
-class Sees(Protocol):
-    """What the mode tells: before an operation and after it."""
+class OperationObserver(Protocol):
+    """Is called before and after each operation."""
 
     @property
-    def is_looking(self) -> bool:
-        """Whether what is computed now is the model's."""
+    def is_observing(self) -> bool:
+        """Whether the current operation is the model's, and not ours."""
 
     def before(self, function: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Any], None]:
-        """Returns what is to be told the result."""
+        """Returns a function to be called with the result."""
 
 
-class Mode(OwnMode):
-    """On while a call of a module runs, which is known by the frame it runs in."""
+class TracingMode(OwnMode):
+    """Active during the call of a module, which is identified by its stack frame."""
 
-    def __init__(self, sees: Sees, module: nn.Module) -> None:
+    def __init__(self, observer: OperationObserver, module: nn.Module) -> None:
         super().__init__()
-        self._sees = sees
+        self._observer = observer
         frame = _module_call(sys._getframe(1))
         self._outermost = NOT_CALLED if frame is None else id(frame)
         self._module = weakref.ref(module)
 
     @property
-    def is_left_behind(self) -> bool:
-        """Whether the call it was put on for has ended; torch runs no hook when an interrupt ends a forward."""
+    def was_interrupted(self) -> bool:
+        """Whether its call has ended without the forward hook, which torch does not run after an interrupt."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and not is_call(frame, self._outermost, self._module):
             frame = frame.f_back
@@ -75,15 +75,15 @@ class Mode(OwnMode):
         self, func: Operation, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling() or not self._sees.is_looking or self.is_left_behind:
+        if torch.compiler.is_compiling() or not self._observer.is_observing or self.was_interrupted:
             return func(*args, **kwargs)
-        told = self._sees.before(func, args, kwargs)
+        after = self._observer.before(func, args, kwargs)
         self._operations_running += 1
         try:
             result = func(*args, **kwargs)
         finally:
             self._operations_running -= 1
-        told(result)
+        after(result)
         return result
 
 

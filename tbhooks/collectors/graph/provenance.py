@@ -1,4 +1,4 @@
-"""Which box a tensor came out of. Tensors are known by their identity and version, and none is kept alive."""
+"""Which node produced a tensor. Tensors are identified by id and version, and none is kept alive."""
 # ruff: noqa: SLF001  a tensor's version and base have no public names
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ class _Known:
 
 
 def version(tensor: Tensor) -> int:
-    """How often it was changed in place; those of inference mode do not count."""
+    """The number of in-place changes; 0 for inference tensors, which do not count them."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 class Origins:
-    """Of the tensors of one pass: the box and its output, or the name of a parameter."""
+    """The origins of the tensors of one forward: a node and its output, or the name of a parameter."""
 
     def __init__(self) -> None:
         self._known: dict[int, _Known] = {}
 
     def of(self, tensor: Tensor) -> Origin | str | None:
-        """A tensor that was changed through another view of it comes from where that was."""
+        """The origin of a tensor; if it was changed through another view, that change is its origin."""
         known = self._find(tensor)
         if known is not None and known.version == version(tensor):
             return known.origin
@@ -43,7 +43,7 @@ class Origins:
         self._known[id(tensor)] = _Known(weakref.ref(tensor), version(tensor), origin)
 
     def changed(self, tensor: Tensor, origin: Origin) -> None:
-        """It was changed in place, and with it what it is a view of."""
+        """Records an in-place change of a tensor and of its base."""
         self.set(tensor, origin)
         if tensor._base is not None:
             self.set(tensor._base, origin)

@@ -1,4 +1,4 @@
-"""Those who look on: shown what they want, in the one copy of the step, and unable to harm anybody."""
+"""Collectors get the tensors they want, share the one copy of the step, and cannot harm training."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import tbhooks
+from tbhooks.api.extras import ArtifactStep
 from tbhooks.capture.packed_step import Read
 from tbhooks.capture.recorder import Recorder
 from tbhooks.data.artifacts import Artifact, Channels, Text
@@ -19,8 +20,15 @@ from tests.support import zoo
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
 
 
-class Looker:
-    """Keeps what it is shown, as the host gets it."""
+def collected_by(w: tbhooks.Watch, *collectors: Any) -> tbhooks.Watch:
+    """The watch, with these collectors added."""
+    for collector in collectors:
+        w._extras._collect(collector)
+    return w
+
+
+class TensorCollector:
+    """Keeps the tensors it is called with, as they arrive on the host."""
 
     def __init__(self, *paths: str, inputs: str = "", fails_at: str = "") -> None:
         self.paths, self.inputs, self.fails_at = paths, inputs, fails_at
@@ -60,12 +68,14 @@ def names(step: list[tuple[str, str, Any]]) -> list[str]:
     return [f"{kind}/{name}" for kind, name, _ in step]
 
 
-def trained(case: zoo.Case, looker: Looker, steps: int = 3, **options: Any) -> tuple[tbhooks.Watch, tbhooks.MemorySink]:
+def trained(
+    case: zoo.Case, collector: TensorCollector, steps: int = 3, **options: Any
+) -> tuple[tbhooks.Watch, tbhooks.MemorySink]:
     kept = tbhooks.MemorySink()
     made: list[tbhooks.Watch] = []
 
     def before(model: nn.Module) -> None:
-        made.append(tbhooks.watch(model, kept, every=1, **options)._add_collector(looker))
+        made.append(collected_by(tbhooks.watch(model, kept, every=1, **options), collector))
 
     zoo.plain_loop(case, steps, before, lambda *_: None)
     made[0].close()
@@ -73,22 +83,22 @@ def trained(case: zoo.Case, looker: Looker, steps: int = 3, **options: Any) -> t
 
 
 def test_an_collector_sees_the_modules_it_wants_from_the_first_step_on() -> None:
-    looker = Looker("0", "2")
-    _, kept = trained(zoo.ZOO["mlp"], looker)
-    assert [names(step) for step in looker.steps] == [["activation/0", "activation/2"]] * 3
+    collector = TensorCollector("0", "2")
+    _, kept = trained(zoo.ZOO["mlp"], collector)
+    assert [names(step) for step in collector.steps] == [["activation/0", "activation/2"]] * 3
     assert [frame.artifacts[0] for frame in kept.frames if isinstance(frame.artifacts[0], Text)]
 
 
 def test_it_sees_modules_that_are_not_watched_and_the_inputs_of_the_model() -> None:
-    looker = Looker("0", inputs="(root)")
-    watching, kept = trained(zoo.ZOO["mlp"], looker, include="2")
-    assert [names(step) for step in looker.steps] == [["input/(root)", "activation/0"]] * 3
+    collector = TensorCollector("0", inputs="(root)")
+    watching, kept = trained(zoo.ZOO["mlp"], collector, include="2")
+    assert [names(step) for step in collector.steps] == [["input/(root)", "activation/0"]] * 3
     assert {site.path for site in kept.frames[0].sites if site.kind == "activation"} == {"2"}
     assert not watching.stats.errors
 
 
 def test_what_it_sees_is_what_the_module_returned() -> None:
-    looker, outputs = Looker("0"), []
+    collector, outputs = TensorCollector("0"), []
     case = zoo.ZOO["mlp"]
 
     def build() -> nn.Module:
@@ -96,26 +106,26 @@ def test_what_it_sees_is_what_the_module_returned() -> None:
         model[0].register_forward_hook(lambda _module, _args, output: outputs.append(output.detach().clone()))
         return model
 
-    trained(zoo.Case(case.name, build, case.batch, case.loss, case.optimizer), looker)
-    assert len(outputs) == len(looker.steps) == 3
-    for step, output in zip(looker.steps, outputs, strict=True):
+    trained(zoo.Case(case.name, build, case.batch, case.loss, case.optimizer), collector)
+    assert len(outputs) == len(collector.steps) == 3
+    for step, output in zip(collector.steps, outputs, strict=True):
         np.testing.assert_array_equal(step[0][2], output.numpy())
 
 
 def test_it_sees_the_first_step_of_a_model_without_other_hooks() -> None:
-    looker = Looker("0", inputs="(root)")
-    trained(zoo.ZOO["mlp"], looker, kinds=("weight",))
-    assert [names(step) for step in looker.steps] == [["input/(root)", "activation/0"]] * 3
+    collector = TensorCollector("0", inputs="(root)")
+    trained(zoo.ZOO["mlp"], collector, kinds=("weight",))
+    assert [names(step) for step in collector.steps] == [["input/(root)", "activation/0"]] * 3
 
 
 def test_it_rides_in_the_one_copy_of_the_step() -> None:
-    looker = Looker("0", "2", inputs="(root)")
-    counts = zoo.copies_on_device(zoo.ZOO["mlp"], lambda model: tbhooks.watch(model, every=2)._add_collector(looker))
+    collector = TensorCollector("0", "2", inputs="(root)")
+    counts = zoo.copies_on_device(zoo.ZOO["mlp"], lambda model: collected_by(tbhooks.watch(model, every=2), collector))
     assert counts == [1, 1, 2, 2, 3]
-    assert len(looker.steps) == 3
-    on_host = Looker("0", "2", inputs="(root)")
+    assert len(collector.steps) == 3
+    on_host = TensorCollector("0", "2", inputs="(root)")
     trained(zoo.ZOO["mlp"], on_host, steps=5)
-    for step, there in enumerate(looker.steps):
+    for step, there in enumerate(collector.steps):
         for (_, _, device), (_, _, host) in zip(there, on_host.steps[2 * step], strict=True):
             np.testing.assert_array_equal(device, host)
 
@@ -146,78 +156,78 @@ def test_a_step_with_artifacts_alone_is_written_and_not_kept_among_the_numbers()
     kept = tbhooks.MemorySink()
     model = nn.Linear(2, 1)
     with tbhooks.watch(model, kept) as w:
-        w._show([Text("note", "hello")], step=7)
+        w._worker.submit(ArtifactStep((Text("note", "hello"),), step=7))
         w.flush()
         assert [(frame.step, frame.artifacts[0].tag) for frame in kept.frames] == [(7, "note")]
         assert len(w.history) == 0
 
 
 def test_history_keeps_numbers_and_not_what_goes_along() -> None:
-    watching, kept = trained(zoo.ZOO["mlp"], Looker("0"))
+    watching, kept = trained(zoo.ZOO["mlp"], TensorCollector("0"))
     assert all(frame.artifacts for frame in kept.frames)
     assert not any(frame.artifacts for frame in watching.history)
 
 
 def test_one_that_fails_is_told_once_and_harms_nobody() -> None:
-    bad, good = Looker("0", fails_at="saw"), Looker("0")
+    bad, good = TensorCollector("0", fails_at="saw"), TensorCollector("0")
     kept = tbhooks.MemorySink()
     made: list[tbhooks.Watch] = []
 
     def before(model: nn.Module) -> None:
-        made.append(tbhooks.watch(model, kept, every=1)._add_collector(bad)._add_collector(good))
+        made.append(collected_by(tbhooks.watch(model, kept, every=1), bad, good))
 
     zoo.plain_loop(zoo.ZOO["mlp"], 3, before, lambda *_: None)
     made[0].close()
     assert made[0].stats.errors == 1
-    assert [message for message in made[0].stats.messages if "Looker: RuntimeError: cannot look" in message]
+    assert [message for message in made[0].stats.messages if "TensorCollector: RuntimeError: cannot look" in message]
     assert len(good.steps) == len(kept.frames) == 3
 
 
 def test_the_one_pass_of_a_model_that_is_not_trained_is_shown_at_the_end() -> None:
-    looker = Looker("0")
+    collector = TensorCollector("0")
     model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
-    with tbhooks.watch(model)._add_collector(looker):
+    with collected_by(tbhooks.watch(model), collector):
         model(torch.ones(1, 2))
-    assert [names(step) for step in looker.steps] == [["activation/0"]]
+    assert [names(step) for step in collector.steps] == [["activation/0"]]
 
 
 def test_checkpointed_blocks_are_shown_once() -> None:
     case = zoo.ZOO["checkpointed"]
     paths = [path for path, _ in case.build().named_modules() if path]
-    looker = Looker(*paths)
-    trained(case, looker, steps=1)
-    assert len(names(looker.steps[0])) == len(set(names(looker.steps[0])))
+    collector = TensorCollector(*paths)
+    trained(case, collector, steps=1)
+    assert len(names(collector.steps[0])) == len(set(names(collector.steps[0])))
 
 
 def test_compiled_modules_are_shown_too() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-    looker = Looker("0", "1", inputs="0")
-    w = tbhooks.watch(model, every=1)._add_collector(looker)
+    collector = TensorCollector("0", "1", inputs="0")
+    w = collected_by(tbhooks.watch(model, every=1), collector)
     called = torch.compile(model, backend="aot_eager", fullgraph=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
         called(torch.ones(3, 4)).sum().backward()
         optimizer.step()
     w.close()
-    assert [sorted(names(step)) for step in looker.steps] == [["activation/0", "activation/1", "input/0"]] * 2
-    np.testing.assert_array_equal(looker.steps[0][-1][2] >= 0, True)
+    assert [sorted(names(step)) for step in collector.steps] == [["activation/0", "activation/1", "input/0"]] * 2
+    np.testing.assert_array_equal(collector.steps[0][-1][2] >= 0, True)
 
 
 def test_training_is_the_same_to_the_bit_and_the_graph_has_as_many_nodes() -> None:
     case = zoo.ZOO["cnn"]
     bare = zoo.train(case, 3)
-    looker = Looker(*[path for path, _ in case.build().named_modules()], inputs="(root)")
+    collector = TensorCollector(*[path for path, _ in case.build().named_modules()], inputs="(root)")
     made: list[tbhooks.Watch] = []
 
     def before(model: nn.Module) -> nn.Module:
-        made.append(tbhooks.watch(model, every=1)._add_collector(looker))
+        made.append(collected_by(tbhooks.watch(model, every=1), collector))
         return model
 
     seen = zoo.train(case, 3, before=before)
     made[0].close()
     assert seen == bare
-    assert looker.steps
+    assert collector.steps
 
 
 def test_a_pattern_that_fails_later_ends_its_collector_and_costs_no_step_its_numbers() -> None:

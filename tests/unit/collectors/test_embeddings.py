@@ -126,7 +126,7 @@ def test_large_thumbnails_are_made_small() -> None:
 def test_labels_that_do_not_fit_the_batch_are_told_and_not_shown() -> None:
     w, (found,) = train(Net(), [(torch.randn(5, 4),)], lambda w: w.embeddings("encoder", labels=["a", "b"]))
     assert found["encoder"].labels == ()
-    assert any("5 samples were 2" in message for message in w.stats.messages)
+    assert any("got 2 labels for a batch of 5 samples" in message for message in w.stats.messages)
 
 
 def test_a_call_for_labels_that_fails_costs_the_labels_alone() -> None:
@@ -261,7 +261,7 @@ def test_compiled_models_give_the_same_points() -> None:
     np.testing.assert_array_equal(embeddings_of(kept.frames[0])["0"].points, output)
 
 
-def test_all_who_look_on_at_one_layer_see_it() -> None:
+def test_several_collectors_of_one_layer_all_get_it() -> None:
     def ask(w: tbhooks.Watch) -> None:
         w.images("encoder.linear").per_channel("encoder.linear").embeddings("encoder.linear").images()
 
@@ -279,6 +279,8 @@ def test_a_run_that_is_elsewhere_than_in_a_directory_is_told_to_get_none() -> No
     class Remote(tbhooks.MemorySink):
         destination = "s3://bucket/run"
 
+        def flush_before_close(self, flush: Callable[[], None]) -> None: ...
+
     model = Net()
     with tbhooks.watch(model, Remote()) as w:
         w.embeddings("encoder")
@@ -289,9 +291,9 @@ def test_a_run_that_is_elsewhere_than_in_a_directory_is_told_to_get_none() -> No
     ("arguments", "message"),
     [
         ({"pattern": "encodr"}, "did you mean 'encoder'"),
-        ({"pattern": "encoder", "labels": "z"}, "labels='z' is no argument of the model's forward"),
-        ({"pattern": "encoder", "labels": 3}, "labels is a call without arguments"),
-        ({"pattern": "encoder", "thumbnails": 3.0}, "thumbnails is a call"),
+        ({"pattern": "encoder", "labels": "z"}, "labels='z' is not an argument of the model's forward"),
+        ({"pattern": "encoder", "labels": 3}, "labels must be a function without arguments"),
+        ({"pattern": "encoder", "thumbnails": 3.0}, "thumbnails must be a function"),
         ({"pattern": "encoder", "most": 0}, "most must be an integer"),
         ({"pattern": "encoder", "every": -1}, "every must be an integer"),
     ],
@@ -303,7 +305,7 @@ def test_wrong_arguments_are_refused_at_the_call(arguments: dict[str, Any], mess
 
 
 def test_thumbnails_of_another_shape_are_refused() -> None:
-    with pytest.raises(tbhooks.ArgumentError, match="thumbnails are"):
+    with pytest.raises(tbhooks.ArgumentError, match="thumbnails must be"):
         collector._small(torch.zeros(2, 5, 8, 8), 2)
 
 

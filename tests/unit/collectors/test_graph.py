@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import tbhooks
 from tbhooks.capture.hooks import hook_types as hooks
 from tbhooks.collectors.graph import builder
-from tbhooks.collectors.graph.tracer import Pass
+from tbhooks.collectors.graph.tracer import Tracer
 from tbhooks.data.artifacts import Graph, Node
 from tbhooks.data.frame import ALL_KINDS
 from tests.support import fake_device, zoo
@@ -857,9 +857,9 @@ def test_a_failure_of_ours_is_told_once_and_training_goes_on(monkeypatch: pytest
     def fails(*_: object) -> None:
         raise RuntimeError("cannot draw")
 
-    for method in ("enter", "leave", "_operated"):
+    for method in ("enter", "leave", "_add_operation"):
         with monkeypatch.context() as patch:
-            patch.setattr(Pass, method, fails)
+            patch.setattr(Tracer, method, fails)
             run = Run(Residual())
             for _ in range(3):
                 run.step(x())

@@ -177,7 +177,7 @@ def test_of_large_tensors_a_small_part_is_taken() -> None:
     part = image_tiles.of_output(torch.zeros(8, 100, 300, 200, device="meta"))
     assert part is not None
     assert tuple(part.numbers.shape) == (36, 50, 50)
-    assert part.words == "sample 0, 36 of 100 maps, every 6. row and 4. column"
+    assert part.description == "sample 0, 36 of 100 maps, every 6. row and 4. column"
     for choose, shape in ((image_tiles.of_output, (2, 1, 999, 9999)), (image_tiles.of_input, (64, 3, 512, 512))):
         found = choose(torch.zeros(shape, device="meta"))
         assert found is not None

@@ -125,7 +125,7 @@ def test_a_profiler_that_runs_already_is_left_alone_and_that_is_told(tmp_path: P
     w.close()
     assert times([{"name": event.name} for event in theirs.events()], "aten::linear") == 8
     assert not (tmp_path / "tbhooks-profile").exists()
-    assert [message for message in w.stats.messages if "a profiler runs already" in message]
+    assert [message for message in w.stats.messages if "another profiler is already running" in message]
 
 
 def test_a_step_that_raises_leaves_no_profiler_running(tmp_path: Path) -> None:
