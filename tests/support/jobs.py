@@ -560,7 +560,7 @@ def reading(rank: int) -> Any:
     """One rank reads after every step, and all log late, in a training that needs both."""
     import time
 
-    tbhooks.api.handle.PATIENCE_S = 1.0
+    tbhooks.api.lifecycle.MERGED_READ_S = 1.0
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).double()
     called = ddp(model)

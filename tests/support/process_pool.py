@@ -135,7 +135,7 @@ def _be(rank: int, world: int, directory: Path, module: str, name: str, args: An
 
     import torch
 
-    import tbhooks.api.handle
+    import tbhooks.api.lifecycle
 
     os.chdir(directory)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
@@ -143,7 +143,7 @@ def _be(rank: int, world: int, directory: Path, module: str, name: str, args: An
     os.dup2(output, 1)
     os.dup2(output, 2)
     torch.set_num_threads(1)
-    tbhooks.api.handle.PATIENCE_S = 20.0  # a busy machine may keep a rank from running for seconds
+    tbhooks.api.lifecycle.MERGED_READ_S = 20.0  # a busy machine may keep a rank from running for seconds
     status = 0
     try:
         store = torch.distributed.FileStore(str(directory / "store"), world)

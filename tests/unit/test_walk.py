@@ -72,7 +72,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> Tracer:
         sys.setprofile(tracer)
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
-        watching.flush()
+        optimizer.step()  # of the next step: the first one is submitted
         sys.setprofile(None)
         watching.close()
     finally:

@@ -261,7 +261,7 @@ def test_compiled_models_give_the_same_points() -> None:
     np.testing.assert_array_equal(embeddings_of(kept.frames[0])["0"].points, output)
 
 
-def test_all_who_look_on_at_one_layer_see_it() -> None:
+def test_several_collectors_of_one_layer_all_get_it() -> None:
     def ask(w: tbhooks.Watch) -> None:
         w.images("encoder.linear").per_channel("encoder.linear").embeddings("encoder.linear").images()
 

@@ -80,8 +80,8 @@ def test_a_pass_fills_in_what_layers_put_out_in_the_order_they_ran() -> None:
     assert layers.samples == 5
     assert [layer.nbytes / 5 for layer in layers.layers] == [4 * 2 * 16, 2 * 4 * 8, 4 * 2, 4 * 2, 0]
     assert layers.bytes_per_sample == 128 + 64 + 8 + 8
-    (told,) = texts(kept)
-    assert told.tag == "tbhooks/summary"
+    (reported,) = texts(kept)
+    assert reported.tag == "tbhooks/summary"
 
 
 def test_it_prints_as_a_table() -> None:

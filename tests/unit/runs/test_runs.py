@@ -157,8 +157,8 @@ def test_a_site_that_turns_up_later_and_one_that_was_not_seen(tmp_path: Path) ->
 
 
 def test_steps_without_histograms_have_none_and_numbers_that_are_no_numbers_are_counted(tmp_path: Path) -> None:
-    sick = make_frame(1, {X: [1.0, math.nan, math.inf]}, scalars={"train/loss": math.nan})
-    run = runs.read(write_run(tmp_path, make_frame(0, histograms=False), sick))
+    affected = make_frame(1, {X: [1.0, math.nan, math.inf]}, scalars={"train/loss": math.nan})
+    run = runs.read(write_run(tmp_path, make_frame(0, histograms=False), affected))
     assert run.frames[0].buckets.shape == (len(frames.SOME), 0)
     assert run.frames[1]["x", "activation"].nan_count == 1
     assert math.isnan(run.scalars["train/loss"].values[0])
@@ -474,11 +474,11 @@ def test_a_directory_that_is_missing_empty_or_holds_runs_below_is_refused_with_w
 
 
 def test_progress_ends_at_all_the_bytes_there_are(tmp_path: Path) -> None:
-    told: list[tuple[int, int]] = []
+    reported: list[tuple[int, int]] = []
     (file,) = frames.event_files(write_run(tmp_path, make_frame(0), make_frame(1)))
-    runs.read(tmp_path, lambda done, total: told.append((done, total)))
-    assert told[-1] == (file.stat().st_size, file.stat().st_size)
-    assert told == sorted(told)
+    runs.read(tmp_path, lambda done, total: reported.append((done, total)))
+    assert reported[-1] == (file.stat().st_size, file.stat().st_size)
+    assert reported == sorted(reported)
 
 
 def test_files_that_are_no_files_and_empty_ones_are_said(tmp_path: Path) -> None:

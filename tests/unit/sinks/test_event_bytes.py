@@ -140,8 +140,8 @@ class Known:
             rows = left.pop(0)
             assert rows.tag == f"tbhooks/{kind}{suffix}"
             if new:
-                told = json.loads(rows.metadata.plugin_data.content)["sites"]
-                assert told == [[site.path, site.index] for site in known]
+                reported = json.loads(rows.metadata.plugin_data.content)["sites"]
+                assert reported == [[site.path, site.index] for site in known]
             np.testing.assert_array_equal(tensor_util.make_ndarray(rows.tensor), plain_rows(frame, known))
             if frame.buckets.shape[1]:
                 counts = left.pop(0)

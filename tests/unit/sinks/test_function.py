@@ -1,4 +1,4 @@
-"""A function as a writer, several writers at once, and writers told by what they are."""
+"""A function as a writer, several writers at once, and writers reported by what they are."""
 
 from __future__ import annotations
 

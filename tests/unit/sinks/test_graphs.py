@@ -159,15 +159,15 @@ def test_names_of_any_kind_are_served(ask: Ask) -> None:
 
 def test_the_summary_is_in_the_text_tab_once(ask: Ask) -> None:
     assert json.loads(ask("text/tags"))["plain"] == ["tbhooks/summary/text_summary"]
-    (told,) = json.loads(ask("text/text", run="plain", tag="tbhooks/summary/text_summary"))
-    cells = re.findall(r"<td[^>]*>(.*?)</td>", told["text"])
+    (reported,) = json.loads(ask("text/text", run="plain", tag="tbhooks/summary/text_summary"))
+    cells = re.findall(r"<td[^>]*>(.*?)</td>", reported["text"])
     assert cells[:8] == ["layer", "Linear", "3x4", "float32", "20", "yes", "50.0%", "16 B"]
-    assert "40 parameters (160 B): 40 trainable, 0 not" in told["text"]
+    assert "40 parameters (160 B): 40 trainable, 0 not" in reported["text"]
 
 
 def test_names_in_the_summary_are_no_markup(ask: Ask) -> None:
-    (told,) = json.loads(ask("text/text", run="odd", tag="tbhooks/summary/text_summary"))
-    assert re.findall(r"<td[^>]*>(.*?)</td>", told["text"])[0] == "&lt;b&gt;|*_слой"
+    (reported,) = json.loads(ask("text/text", run="odd", tag="tbhooks/summary/text_summary"))
+    assert re.findall(r"<td[^>]*>(.*?)</td>", reported["text"])[0] == "&lt;b&gt;|*_слой"
 
 
 # --- Without a server -----------------------------------------------------------------------------

@@ -117,12 +117,12 @@ def test_runs_are_compared_with_their_last_metrics_and_their_end(
     groups = {group["name"]: group for group in post("hparams/session_groups", everything(3))["sessionGroups"]}
     assert sorted(groups) == ["broken", "fast", "slow"], "no run but those that were started"
     for name, lr in (("slow", 0.01), ("fast", 0.05)):
-        told = groups[name]["hparams"]
-        assert told["lr"] == pytest.approx(lr)
-        assert told["amsgrad"] is (lr > 0.02)
-        assert (told["layers"], told["data.batch"], told["seed"]) == (2, 4, 7)
-        assert (told["name"], told["precision"], told["data.shape"]) == ("linear", "bf16", "(3, 2)")
-        assert (told["nothing"], told["limit"]) == ("None", "inf")
+        reported = groups[name]["hparams"]
+        assert reported["lr"] == pytest.approx(lr)
+        assert reported["amsgrad"] is (lr > 0.02)
+        assert (reported["layers"], reported["data.batch"], reported["seed"]) == (2, 4, 7)
+        assert (reported["name"], reported["precision"], reported["data.shape"]) == ("linear", "bf16", "(3, 2)")
+        assert (reported["nothing"], reported["limit"]) == ("None", "inf")
         metrics = {value["name"]["tag"]: value["value"] for value in groups[name]["metricValues"]}
         assert metrics["train/loss"] == pytest.approx(runs[1][name][3], rel=1e-5)
         assert metrics["eval/accuracy"] == pytest.approx(3 / lr, rel=1e-5)

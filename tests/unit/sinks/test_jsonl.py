@@ -176,9 +176,9 @@ def test_a_foreign_line_is_named_with_its_file_and_number(tmp_path: Path, line: 
         file.write(line + "\n")
     back = read(path)
     assert next(back).step == 0
-    with pytest.raises(TbhooksError) as told:
+    with pytest.raises(TbhooksError) as reported:
         next(back)
-    assert f"{path}, line 2," in str(told.value)
+    assert f"{path}, line 2," in str(reported.value)
 
 
 def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
@@ -220,8 +220,8 @@ def test_a_full_disk_is_counted_told_once_and_training_goes_on(
 
 
 def test_what_has_no_numbers_is_no_line(tmp_path: Path) -> None:
-    told = Text("told", "once")
-    path = write(tmp_path / "x.jsonl", make_frame(3), replace(make_frame(0, {}), artifacts=(told,)))
+    reported = Text("reported", "once")
+    path = write(tmp_path / "x.jsonl", make_frame(3), replace(make_frame(0, {}), artifacts=(reported,)))
     assert [frame.step for frame in read(path)] == [3]
 
 

@@ -70,8 +70,8 @@ def test_pictures_are_served_as_painted(server: Server, run: tuple[Path, list[Fr
     tags = server.get("plugin/images/tags").json["run"]
     painted = shown(run[1], Picture)
     assert set(tags) == {picture.tag for picture in painted[0]}
-    for tag, told in tags.items():
-        assert "0.5 to the 99.5 percentile" in told["description"]
+    for tag, reported in tags.items():
+        assert "0.5 to the 99.5 percentile" in reported["description"]
         served = server.get("plugin/images/images", run="run", tag=tag, sample=0).json
         assert [each["step"] for each in served] == list(range(STEPS))
         for each in served:

@@ -114,10 +114,10 @@ def test_scalars_read_back_are_the_frames(tmp_path: Path, roomy: None) -> None:
         what, _, path = tag.partition("/")
         kind, _, stat = what.partition(".")
         points = {point.step: point.value for point in read.Scalars(tag)}
-        told = {
+        reported = {
             frame.step: frame.scalars[tag] if kind == "train" else getattr(frame[path, kind], stat) for frame in kept
         }
-        assert points == pytest.approx(told, rel=1e-6), tag
+        assert points == pytest.approx(reported, rel=1e-6), tag
 
 
 def test_the_event_has_the_step_and_time_of_the_frame(tmp_path: Path) -> None:
@@ -251,14 +251,14 @@ def test_the_first_value_of_a_tag_describes_it(tmp_path: Path) -> None:
     read = tensor_values(tmp_path)
     for kind in KINDS:
         path = "0" if kind in {"activation", "gradient"} else "0.weight"
-        told = {"version": 1, "kind": kind, "sites": [[path, ""]]}
+        reported = {"version": 1, "kind": kind, "sites": [[path, ""]]}
         for tag in (f"tbhooks/{kind}", f"tbhooks/{kind}.buckets"):
             assert read[0, tag].metadata.plugin_data.plugin_name == "tbhooks"
             assert not read[1, tag].HasField("metadata")
         content = json.loads(read[0, f"tbhooks/{kind}"].metadata.plugin_data.content)
-        assert content == {**told, "columns": list(STORED_COLUMNS)}
+        assert content == {**reported, "columns": list(STORED_COLUMNS)}
         content = json.loads(read[0, f"tbhooks/{kind}.buckets"].metadata.plugin_data.content)
-        assert content == {**told, "encoding": "zlib of a .npy array [sites, buckets]"}
+        assert content == {**reported, "encoding": "zlib of a .npy array [sites, buckets]"}
 
 
 def test_a_site_that_turns_up_later_starts_a_new_tag_with_the_longer_list(tmp_path: Path) -> None:
@@ -309,8 +309,8 @@ def test_a_step_without_histograms_keeps_its_rows(tmp_path: Path) -> None:
 
 
 def test_nan_and_infinity_are_counted_and_kept_out_of_histograms(tmp_path: Path) -> None:
-    sick = [1.0, math.nan, -math.inf, math.inf, 3.0]
-    write(tmp_path, make_frame(0, {X: [1.0, 3.0]}), make_frame(1, {X: sick}), make_frame(2, {X: [1.0, 3.0]}))
+    affected = [1.0, math.nan, -math.inf, math.inf, 3.0]
+    write(tmp_path, make_frame(0, {X: [1.0, 3.0]}), make_frame(1, {X: affected}), make_frame(2, {X: [1.0, 3.0]}))
     assert frames.scalar_series(tmp_path, "activation.nan_count/x") == {1: 1.0}
     assert frames.scalar_series(tmp_path, "activation.inf_count/x") == {1: 2.0}
     assert frames.scalar_series(tmp_path, "activation.mean/x") == {0: 2.0, 1: 2.0, 2: 2.0}
@@ -505,7 +505,7 @@ def test_after_close_the_users_writer_is_as_it_was_and_goes_on(tmp_path: Path, r
     assert frames.scalar_series(tmp_path, "mine") == {5: 1.0}
 
 
-def test_a_method_the_user_put_on_the_writer_is_still_there_after_close(tmp_path: Path) -> None:
+def test_a_method_the_user_set_on_the_writer_is_still_there_after_close(tmp_path: Path) -> None:
     writer = SummaryWriter(str(tmp_path))
     closed: list[str] = []
     stock = writer.close
@@ -575,8 +575,8 @@ def test_a_closed_writer_is_told_once_counted_and_never_opened_again(tmp_path: P
     assert watched_steps(tmp_path) == [0, 1]
     assert len(frames.event_files(tmp_path)) == 1
     assert (w.stats.errors, w.stats.dropped) == (3, 3)
-    told = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
-    assert told == [
+    reported = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+    assert reported == [
         "TensorBoardSink: OSError: the SummaryWriter was closed before the watch",
         "a logged step was dropped: every sink failed to write it",
     ]
@@ -630,9 +630,9 @@ def test_a_tensorboardx_writer_gets_the_same_and_tensorboard_reads_it(
     tensorboardx.add_scalar("mine", 1.0, 2)
     w.close()
     tensorboardx.close()
-    told = {frame.step: pytest.approx(frame["0", "activation"].std, rel=1e-6) for frame in kept}
-    assert frames.scalar_series(tmp_path, "activation.std/0") == told
-    assert sorted(told) == [0, 1, 2]
+    reported = {frame.step: pytest.approx(frame["0", "activation"].std, rel=1e-6) for frame in kept}
+    assert frames.scalar_series(tmp_path, "activation.std/0") == reported
+    assert sorted(reported) == [0, 1, 2]
     assert frames.scalar_series(tmp_path, "mine") == {2: 1.0}
     assert frames.events_by_step(tmp_path) == {0: 1, 1: 1, 2: 2}
     assert (1, "activation/0") in frames.histograms(tmp_path)
@@ -726,10 +726,10 @@ def test_a_full_disk_is_counted_told_once_and_training_goes_on(tiny_disk: Path, 
     queued = 12  # what the writer had taken into its own queue when its thread died
     assert 60 - len(written) - queued <= w.stats.dropped <= 60 - len(written)
     assert w.stats.errors >= w.stats.dropped
-    told = [record.message for record in caplog.records]
-    assert len(told) == 2
-    assert told[0].startswith("TensorBoardSink: OSError: [Errno 28] No space left")
-    assert "dropped" in told[1]
+    reported = [record.message for record in caplog.records]
+    assert len(reported) == 2
+    assert reported[0].startswith("TensorBoardSink: OSError: [Errno 28] No space left")
+    assert "dropped" in reported[1]
 
 
 def open_writer(kind: str, directory: Path) -> Any:
@@ -811,7 +811,7 @@ def test_a_run_directory_that_is_deleted_is_noticed(tmp_path: Path, kind: str) -
 # --- Findings ---------------------------------------------------------------------------------------
 
 
-def a_finding(step: int, name: str = "x", message: str = "it is sick") -> Finding:
+def a_finding(step: int, name: str = "x", message: str = "it is affected") -> Finding:
     return Finding(step, Site(name, "activation"), "dead_units", "warning", message, {"share": 0.5})
 
 
@@ -832,7 +832,7 @@ def test_findings_are_text_once_and_data_while_they_last(tmp_path: Path) -> None
     assert "tbhooks/findings/text_summary" in read.PluginTagToContent("text")
     assert "tbhooks/findings" in read.PluginTagToContent("tbhooks")
     assert shown_texts(tmp_path) == {
-        1: "<p><strong>warning</strong>, step 1: it is sick</p>",
+        1: "<p><strong>warning</strong>, step 1: it is affected</p>",
         2: "<p><strong>warning</strong>, step 2: so is this</p>",
     }
     data = {point.step: point.tensor_proto.string_val for point in read.Tensors("tbhooks/findings")}
@@ -869,12 +869,12 @@ def test_findings_go_through_tensorboardx_alike(tmp_path: Path) -> None:
     sink.write(make_frame(0, findings=[a_finding(0)]))
     sink.close()
     writer.close()
-    assert "it is sick" in shown_texts(tmp_path)[0]
+    assert "it is affected" in shown_texts(tmp_path)[0]
 
 
 def test_findings_whose_evidence_json_does_not_know_are_written_all_the_same(tmp_path: Path) -> None:
     odd = Finding(0, None, "mine", "info", "m\ud800", {"where": {1, 2}, "n": np.float32(2), "bad": math.nan})
     write(tmp_path, make_frame(0, findings=[odd]))
     ((point),) = frames.accumulator(tmp_path).Tensors("tbhooks/findings")
-    (told,) = json.loads(point.tensor_proto.string_val[0])
-    assert told["evidence"] == {"where": "{1, 2}", "n": 2.0, "bad": "nan"}
+    (reported,) = json.loads(point.tensor_proto.string_val[0])
+    assert reported["evidence"] == {"where": "{1, 2}", "n": 2.0, "bad": "nan"}
