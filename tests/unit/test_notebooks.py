@@ -48,7 +48,7 @@ SHOWS = {
     "nan_hunt": (
         "loss after 200 steps: nan",
         "stopped at step 96: non_finite in the gradient of encoder.2",
-        "that of distance was finite just before, so look at its backward",
+        "the gradient of distance just before it is: inspect the backward of distance",
         "pairs of a picture with itself: 1",
         "largest change: gradient of encoder.2, NaN/Inf 32 → 0",
         "loss after 200 steps: 0.",
@@ -56,7 +56,7 @@ SHOWS = {
     ),
     "compare_precisions": (
         "dtypes: float32 bfloat16 float16",
-        "low_precision: the gradient of output is float16",
+        "low_precision: The float16 values of the gradient of the output output are",
         "largest change: gradient of block3.up, zeros 0% → ",
         "foretold from float32",
         "block3.up",
