@@ -216,6 +216,8 @@ class CaptureSession:
                 self._scalars.log(tag, value, self._step, ended)
             if ended is not None and ended.is_logged:
                 self._watch_next_forward()
+                if not self._scalars.means.is_due:  # the copy has waited for these scalars
+                    self._pack_closed()
 
     def step(self, label: int | None) -> None:
         """The user ends the step. If the clock has just ended it, the step only gets the user's label."""
@@ -327,7 +329,8 @@ class CaptureSession:
         if self._step.is_logged:
             self.observer.expect_forward()
         if ended.is_closed:
-            self._warn_if_blind(label)
+            if not self._pauses:
+                self.observer.warn_if_blind(label)
             self._end_reading(keep_hooks=self._step.is_logged and not self._pauses)
             self.clock.logged_step_ended()
             if self._scalars.is_used:
@@ -344,15 +347,18 @@ class CaptureSession:
 
     def _step_is_over(self, opens_next: bool = True) -> None:
         """Packs and submits the step that has ended, because something of the next step has happened."""
-        ended = self._ended
-        if ended is not None and ended.is_closed:
+        self._pack_closed(opens_next)
+        self._scalars.write_means(self._ended, self._last_label)
+        self._submit_packed()
+
+    def _pack_closed(self, opens_next: bool = True) -> None:
+        """Packs the step that has ended if that was delayed, and opens the next one."""
+        if self._ended is not None and self._ended.is_closed:
             try:
-                self._pack(ended)
+                self._pack(self._ended)
             finally:
                 if opens_next:
                     self._open_step(self.clock.count)
-        self._scalars.write_means(ended, self._last_label)
-        self._submit_packed()
 
     def _pack(self, step: Step) -> None:
         """Packs a closed step, or abandons it if it is empty. The recorder is free afterwards in any case."""
@@ -442,9 +448,3 @@ class CaptureSession:
         if self._evaluation is not None:
             self._evaluation.finish()
         self._scalars.means.write_evaluation(self._last_label)
-
-    def _warn_if_blind(self, label: int) -> None:
-        """Warns if the hooks were not called in a logged step."""
-        if not self._pauses and self.recorder.wants("activation", "gradient", "input") and self.observer.is_blind:
-            why = self.observer.placement.why_blind()
-            self._report.log_once(f"step {label} was to be logged, but {why}", once=why)

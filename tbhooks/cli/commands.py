@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import contextlib
 import inspect
 import os
 import shutil
@@ -123,10 +123,12 @@ def _write_page(run: runs.Run, file: str) -> None:
 def _show(report: dict[str, object] | list[report_text.Section]) -> int:
     if isinstance(report, dict):
         _print(report_data.as_json(report))
-    elif sys.stdout.isatty() and importlib.util.find_spec("rich") is not None:
-        _print(report_text.styled(report, _width(), colour="NO_COLOR" not in os.environ))
-    else:
-        _print(report_text.plain(report, _width(), whole_names=not sys.stdout.isatty()))
+        return 0
+    text = report_text.plain(report, _width(), whole_names=not sys.stdout.isatty())
+    if sys.stdout.isatty():
+        with contextlib.suppress(ImportError):  # rich is an extra
+            text = report_text.styled(report, _width(), colour="NO_COLOR" not in os.environ)
+    _print(text)
     return 0
 
 

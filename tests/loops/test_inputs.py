@@ -361,12 +361,13 @@ def test_a_copy_made_in_a_logged_step_works_and_is_not_watched(copied: Callable[
 def test_a_number_logged_after_the_forward_belongs_to_its_step(kinds: str) -> None:
     model = mlp()
     optimizer = sgd(model)
-    with tbhooks.watch(model, every=1, kinds=kinds) as watching:
+    kept = tbhooks.MemorySink()
+    with tbhooks.watch(model, kept, every=1, kinds=kinds) as watching:
         for step in range(3):
             loss = forward(model)
             watching.log({f"only{step}": loss})
             loss.backward()
             optimizer.step()
-    assert [[tag for tag in frame.scalars if "only" in tag] for frame in watching.history] == [
+    assert [[tag for tag in frame.scalars if "only" in tag] for frame in kept] == [
         [f"train/only{step}"] for step in range(3)
     ]

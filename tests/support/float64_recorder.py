@@ -55,6 +55,7 @@ class Float64Recorder:
                     if not recomputing:
                         self._keep((path + index, "activation"), tensor)
                     if tensor.requires_grad:
+                        tensor.grad_fn
                         tensor.register_hook(self._gradient(path + index, len(self.steps)))
 
         return hook

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copyreg
+import gc
 import subprocess
 import sys
 from collections import OrderedDict
@@ -19,6 +20,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.utils.tensorboard import SummaryWriter
 
 import tbhooks
+from tbhooks.data import patching
 from tests.support.compiling import reset
 
 Found = dict[str, Any]
@@ -49,7 +51,9 @@ def replaced(before: Found) -> set[str]:
 @pytest.fixture
 def before() -> Found:
     reset()
-    tbhooks.watch(nn.Linear(2, 2)).close()  # whatever an earlier test has left behind goes with the last watch
+    gc.collect()  # sinks that earlier tests did not close
+    for patch in patching.declared():
+        patch.release(gc.collect)  # of a stranger: undoes the patch if nobody holds it any more
     found = attributes()
     assert not [name for name, value in found.items() if isinstance(value, wrapt.FunctionWrapper)]
     return found

@@ -20,7 +20,7 @@ def test_the_tables_are_those_the_benchmarks_measured(monkeypatch: pytest.Monkey
     assert importlib.import_module("readme").filled(README) == README
 
 
-@pytest.mark.parametrize("name", ["tbhooks.watch", "tbhooks.peek"])
+@pytest.mark.parametrize("name", ["tbhooks.api.watch", "tbhooks.api.peek"])
 def test_the_examples_run(name: str) -> None:
     module = importlib.import_module(name)
     assert doctest.testmod(module).attempted > 0

@@ -144,9 +144,20 @@ class HookManager:
 
     def reattach(self) -> None:
         """To be called when collectors want other modules than before."""
-        if self.is_attached or self.gate.open:
+        if self.gate.was_compiled and self.is_attached:
+            self._update_collected()
+            self.attach()  # changes only what has no hook yet, because changed hooks would cause a recompile
+        elif self.is_attached or self.gate.open:
             self.detach()
             self.attach()
+
+    def _update_collected(self) -> None:
+        """Sets on each hook whether a collector wants what it reads."""
+        for path, hook in self.hooks.items():
+            module = hook.module()
+            if module is not None:
+                hook.collects_outputs = self._collectors.wants(path, module)
+                hook.collects_inputs = self._collectors.wants_inputs(path, module)
 
     def detach(self) -> None:
         """Leaves no hook on any module."""
@@ -344,5 +355,8 @@ def hook_calls(modules: Mapping[str, nn.Module], observer: CallObserver) -> list
 
 def hook_tensor(tensor: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
     """Calls the hook with the tensor's gradient."""
+    # If the base of a view was changed in place, torch makes a new grad_fn when it is read. A hook that is registered
+    # before that would never be called.
+    tensor.grad_fn  # noqa: B018
     handle: RemovableHandle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
     return handle

@@ -83,12 +83,14 @@ class Observer:
         """Whether any watched module was called in the open step."""
         return self.seen is not None and bool(self.seen.called)
 
-    @property
-    def is_blind(self) -> bool:
-        """Whether no module of the model was seen running, or only the outermost one."""
-        if self.seen is not None and self.seen.left_out and not self.called:
-            return False
-        return not self.called or (self.seen is not None and self.seen.is_blind_below(self.placement.hooks))
+    def warn_if_blind(self, label: int) -> None:
+        """Warns if no module of the model was seen running in a logged step, or only the outermost one."""
+        if not self._recorder.wants("activation", "gradient", "input") or self.seen is None:
+            return
+        is_blind = not self.seen.left_out if not self.called else self.seen.is_blind_below(self.placement.hooks)
+        if is_blind:
+            why = self.placement.why_blind()
+            self._report.log_once(f"step {label} was to be logged, but {why}", once=why)
 
     def begin(self, attach: bool) -> None:
         """Opens a logged step and attaches the hooks."""

@@ -13,7 +13,7 @@ A packed step is held back until something of the next step happens (a training 
 that a GradScaler skips), or until a flush, a pause or close(). Until then the user may log scalars to it, after
 `optimizer.step()`, or give it another label. Scalars on the host are added to the packed step. Scalars on a device need
 a copy: if the user has logged such a scalar after the end of a step before, or if running means are due, the step stays
-CLOSED as long as it is held back, so that they are in its one copy.
+CLOSED until the next call of `Watch.log` (for means, as long as it is held back), so that they are in its one copy.
 
 The next step may use the recorder only after this one is packed. So no order of events can lose a step or mix its
 records with those of another one. If ranks are merged, steps are not held back, because other ranks wait for them.

@@ -25,20 +25,20 @@ def loss(model: nn.Module) -> Tensor:
     return model(INPUTS).square().mean()
 
 
-def trained() -> timing.Trainee:
+def trained() -> timing.Variant:
     """A model of 2 MB whose optimizer has its state."""
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
-    trainee = timing.Trainee("", model, loss, timing.bare, Path())
-    trainee.steps(2)
-    return trainee
+    variant = timing.Variant("", model, loss, timing.bare, Path())
+    variant.steps(2)
+    return variant
 
 
-def peak(trainee: timing.Trainee) -> int:
-    return cuda_counters.peak_bytes(trainee.step, CPU)
+def peak(variant: timing.Variant) -> int:
+    return cuda_counters.peak_bytes(variant.step, CPU)
 
 
-def allocated(trainee: timing.Trainee) -> int:
-    return sum(number for number in cuda_counters.host_allocations(trainee.step) if number > 0)
+def allocated(variant: timing.Variant) -> int:
+    return sum(number for number in cuda_counters.host_allocations(variant.step) if number > 0)
 
 
 def held(watching: tbhooks.Watch) -> tuple[int, int]:
@@ -49,55 +49,55 @@ def held(watching: tbhooks.Watch) -> tuple[int, int]:
 
 
 def test_the_same_step_has_the_same_peak_every_time() -> None:
-    trainee = trained()
-    assert peak(trainee) == peak(trainee)
+    variant = trained()
+    assert peak(variant) == peak(variant)
 
 
 @needs_kernel
 @pytest.mark.parametrize("histograms", [False, 1])
 def test_a_logged_step_allocates_no_more_than_the_copy_of_its_records(histograms: bool | int) -> None:
-    trainee = trained()
-    bare = peak(trainee)
-    with tbhooks.watch(trainee.model, every=1, histograms=histograms) as watching:
-        trainee.steps(3)  # the buffers grow to the size of a step
+    variant = trained()
+    bare = peak(variant)
+    with tbhooks.watch(variant.model, every=1, histograms=histograms) as watching:
+        variant.steps(3)  # the buffers grow to the size of a step
         records, _ = held(watching)
-        assert peak(trainee) - bare <= records + SMALL
+        assert peak(variant) - bare <= records + SMALL
         assert watching.stats.errors == 0
 
 
 @needs_kernel
 def test_all_that_a_logged_step_ever_allocates_is_the_copy_of_its_records() -> None:
     """Temporaries included: there is none of any tensor's size."""
-    trainee = trained()
-    bare = allocated(trainee)
-    with tbhooks.watch(trainee.model, every=1, histograms=1) as watching:
-        trainee.steps(3)
+    variant = trained()
+    bare = allocated(variant)
+    with tbhooks.watch(variant.model, every=1, histograms=1) as watching:
+        variant.steps(3)
         records, _ = held(watching)
-        assert 0 < allocated(trainee) - bare <= records + SMALL
+        assert 0 < allocated(variant) - bare <= records + SMALL
 
 
 @needs_kernel
 def test_the_copies_of_weights_take_their_size_and_stay() -> None:
-    trainee = trained()
-    weights = sum(parameter.nbytes for parameter in trainee.model.parameters())
-    with tbhooks.watch(trainee.model, every=1) as watching:
-        trainee.steps(2)
+    variant = trained()
+    weights = sum(parameter.nbytes for parameter in variant.model.parameters())
+    with tbhooks.watch(variant.model, every=1) as watching:
+        variant.steps(2)
         _, copies = held(watching)
         assert weights <= copies <= weights + 64 * 2 * LAYERS
-        trainee.steps(3)
+        variant.steps(3)
         assert held(watching)[1] == copies
 
 
 def test_without_updates_no_copy_of_weights_is_made() -> None:
-    trainee = trained()
-    with tbhooks.watch(trainee.model, every=1, kinds=("activation", "weight", "weight_gradient")) as watching:
-        trainee.steps(2)
+    variant = trained()
+    with tbhooks.watch(variant.model, every=1, kinds=("activation", "weight", "weight_gradient")) as watching:
+        variant.steps(2)
         assert held(watching)[1] == 0
 
 
 def test_an_unlogged_step_allocates_what_a_bare_one_does() -> None:
-    trainee = trained()
-    bare = peak(trainee)
-    with tbhooks.watch(trainee.model, every=1000):
-        trainee.steps(2)
-        assert peak(trainee) - bare <= 64  # the extremes that the check for NaN stores
+    variant = trained()
+    bare = peak(variant)
+    with tbhooks.watch(variant.model, every=1000):
+        variant.steps(2)
+        assert peak(variant) - bare <= 64  # the extremes that the check for NaN stores

@@ -258,7 +258,7 @@ def test_a_factory_that_asks_for_the_device_gets_it_and_the_model_trains(module:
 
 def test_the_built_in_model_needs_torch_only_and_says_that_ones_own_is_better() -> None:
     used = bench.load(None, CPU)
-    assert "your own model" in used.name
+    assert "--model module:factory for your own" in used.name
     assert any(isinstance(module, nn.TransformerEncoder) for module in used.model.modules())
 
 
@@ -405,7 +405,7 @@ def test_a_measurement_has_every_number_and_leaves_nothing_behind() -> None:
     told: list[str] = []
     model = small()
     weights = [parameter.clone() for parameter in model.parameters()]
-    measured = bench.measure(bench.make_workload((model, INPUTS), CPU), every=50, steps=10, tell=told.append)
+    measured = bench.measure(bench.make_workload((model, INPUTS), CPU), every=50, steps=10, log=told.append)
     assert len(told) == 1
     assert "rounds" in told[0]
     assert not tbhooks.api.lifecycle.open_watches

@@ -242,7 +242,7 @@ def test_a_wrong_option_is_told_at_once() -> None:
         WatchCallback(evry=10)
     with pytest.raises(tbhooks.ArgumentError, match="every must be an integer"):
         WatchCallback(every=0)
-    with pytest.raises(tbhooks.ArgumentError, match="the framework says"):
+    with pytest.raises(tbhooks.ArgumentError, match="the framework decides"):
         WatchCallback(step="forward")
 
 

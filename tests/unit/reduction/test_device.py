@@ -100,7 +100,7 @@ def test_scalars_logged_after_the_optimizer_ride_in_the_same_copy_too() -> None:
     steps, logged = watching.history.scalar("train/loss")
     assert steps == [0, 2, 4]
     assert logged.tolist() == pytest.approx([losses[0], losses[2], losses[4]], rel=1e-6)
-    # Only the first time it is not known that something will come: later steps wait for it with their copy.
+    # Only before the first of them it is not known that such scalars come: later steps wait with their copy.
     assert [frame.step for frame in kept if not frame.sites] == [0]
 
 

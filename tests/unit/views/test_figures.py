@@ -275,7 +275,7 @@ def test_an_image_grid_says_what_it_leaves_out_and_what_is_not_finite() -> None:
         (torch.zeros(0, 3, 3), {}, "shape [0, 3, 3]"),
         (["a"], {}, "not list"),
         (torch.zeros(2, 1, 3, 3), {"sample": 2}, "the 2 samples"),
-        (torch.zeros(1, 3, 3), {"most": 0}, "at least 1"),
+        (torch.zeros(1, 3, 3), {"most": 0}, "must be an integer >= 1"),
         (torch.zeros(1, 3, 3), {"width": 0}, "inches"),
     ],
 )
