@@ -2,7 +2,7 @@
 
 Device scalars stay on their device until the one copy of a step. If a scalar is logged after the copy of its step was
 started, it is added on the host, or, if it is on a device, is part of the next copy. After the first such scalar on a
-device, steps delay their copy until the next forward, so that it is in it.
+device, steps delay their copy until the next call of `log`, or the next forward, so that such scalars are in it.
 """
 
 from __future__ import annotations
