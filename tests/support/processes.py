@@ -9,7 +9,10 @@ from typing import Any
 
 PATIENCE_S = 60.0
 # Torch's C++ logger writes "[W1117 20:30:02.123 file.cpp:12] text", at exit too; which lines differs between versions.
-LOGGED_BY_TORCH = re.compile(r"(\[rank\d+\]:)?\[[IWEF]\d{4} \d\d:\d\d:\d\d")
+# Triton's bindings list at exit what they have not freed.
+LOGGED_BY_TORCH = re.compile(
+    r"(\[rank\d+\]:)?\[[IWEF]\d{4} \d\d:\d\d:\d\d|nanobind: | - leaked |  ?- \.\.\. skipped|See https://nanobind"
+)
 
 
 def wait_until(ready: Callable[[], Any], patience_s: float = PATIENCE_S, pause_s: float = 0.1) -> Any:
@@ -31,5 +34,5 @@ def wait_for(ready: Callable[[], Any], what: str) -> Any:
 
 
 def without_torch_log(text: str) -> str:
-    """The text without the lines that torch's C++ logger has written."""
+    """The text without the lines that torch's C++ logger and Triton have written."""
     return "".join(line for line in text.splitlines(keepends=True) if not LOGGED_BY_TORCH.match(line))

@@ -18,7 +18,7 @@ import tbhooks
 import tbhooks.api.lifecycle
 from tbhooks.sinks.jsonl import read
 from tests.support import frames
-from tests.support.processes import wait_until
+from tests.support.processes import wait_until, without_torch_log
 
 TIMEOUT_S = 60.0
 
@@ -132,7 +132,7 @@ class Script:
             [sys.executable, "script.py"], cwd=self.directory, env=ENVIRONMENT, text=True, timeout=TIMEOUT_S,
             check=False, stdin=subprocess.DEVNULL, capture_output=True,
         )  # fmt: skip
-        return done.returncode, done.stdout, done.stderr
+        return done.returncode, done.stdout, without_torch_log(done.stderr)
 
     def interrupt(self, body: str, number: signal.Signals, after_lines: int = 10) -> tuple[int, list[str], str]:
         """Sends a signal once the script has printed that many lines; its exit status, all lines, its errors."""
@@ -161,7 +161,7 @@ class Script:
         with contextlib.suppress(ProcessLookupError):  # whatever it started and left behind goes with it
             os.killpg(int(self._text("pid")), signal.SIGKILL)
         assert not hung, f"the script hung; it had said {self._text('out')!r} and {self._text('err')!r}"
-        return int(self._text("status")), self._text("out"), self._text("err")
+        return int(self._text("status")), self._text("out"), without_torch_log(self._text("err"))
 
     def _text(self, name: str) -> str:
         path = self.directory / name
