@@ -17,6 +17,7 @@ from tbhooks.plugin.index import Kind, RunIndex
 from tbhooks.runs.verdict import Points, verdict
 
 _SHOWN_MISSING = 5
+_FATAL = ("non_finite", "divergence")
 _NAMES = {
     "activation": "activations",
     "gradient": "gradients of activations",
@@ -34,6 +35,12 @@ def finding_entries(stored: Sequence[Finding]) -> list[dict[str, Any]]:
 
 def _entry(issue: Issue) -> dict[str, Any]:
     return issue.to_dict() | {"site": _site(issue.site)}
+
+
+def run_state(run: RunIndex, stored: Sequence[Finding]) -> str:
+    """How a run ended if no more steps arrive: "failed" if its last step is not finite or diverging, else "ended"."""
+    lasting = [issue for issue in issues(stored) if issue.rule in _FATAL and issue.severity == "error"]
+    return "failed" if any(issue.last.step >= run.last_step for issue in lasting) else "ended"
 
 
 def _site(site: Site | None) -> dict[str, str] | None:

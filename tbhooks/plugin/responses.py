@@ -52,8 +52,8 @@ def dumps(value: Any) -> bytes:
     return json.dumps(to_jsonable(value), allow_nan=False, separators=(",", ":")).encode()
 
 
-def run_entry(run: RunIndex) -> dict[str, Any]:
-    """The entry of a run in the list of runs."""
+def run_entry(run: RunIndex, state: str) -> dict[str, Any]:
+    """The entry of a run in the list of runs; `state` is how it ended if no more steps arrive."""
     kinds = [
         {
             "kind": kind.name, "sites": len(kind.sites), "histograms": bool(kind.buckets),
@@ -63,7 +63,7 @@ def run_entry(run: RunIndex) -> dict[str, Any]:
     ]  # fmt: skip
     return {
         "name": run.name, "kinds": kinds, "last_step": run.last_step, "last_time": run.last_time,
-        "findings": None if run.findings is None else 1,
+        "findings": None if run.findings is None else 1, "state": state,
     }  # fmt: skip
 
 

@@ -86,8 +86,14 @@ class Plugin(base_plugin.TBPlugin):  # type: ignore[misc]  # TensorBoard has no 
         request.query.only()
         runs = self._store.runs(request.context, request.experiment)
         self._known_runs.update(runs)
-        entries = [responses.run_entry(run) for run in runs.values()]
+        entries = [responses.run_entry(run, self._state(request, run)) for run in runs.values()]
         return responses.dumps({"runs": entries, "stats": list(STAT_NAMES), "now": time.time()}), JSON
+
+    def _state(self, request: DataRequest, run: RunIndex) -> str:
+        try:
+            return overview.run_state(run, self._stored(request, run).findings())
+        except UnavailableError:  # the list itself was there; the state can wait for the next one
+            return overview.run_state(run, ())
 
     def _sites(self, request: DataRequest) -> Response:
         request.query.only("run", "kind")

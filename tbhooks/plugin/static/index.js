@@ -227,7 +227,9 @@ export function render() {
     detailed = wanted;
   }
 
-  const closeDetail = () => change({ picks: [], step: null });
+  function closeDetail() {
+    change({ picks: [], step: null });
+  }
 
   /** Opens the tree down to a module and moves the view to a step. */
   function arrive({ site, step, zoom: close }) {

@@ -167,6 +167,7 @@ export function createControls(container, on) {
   const ofMap = html("div", { class: "bar-part" }, run.element, compare.element, kind.element, stat.element);
   const lower = html("div", { class: "bar" }, ...[search, grouping, sort, depth, scale, range, view].map((each) => each.element), filler(), zoom);
   const right = html("div", { class: "bar-part" }, save.element, link, panel, help);
+  page.element.firstChild.remove(); // the two words need no label
   container.append(html("div", { class: "bar" }, page.element, ofMap, filler(), right), lower);
 
   return {

@@ -64,11 +64,11 @@ function duration(seconds) {
   return `${Math.round(seconds / 3600)} h`;
 }
 
-const SIGNS = { running: "\u25b6", finished: "\u2713", failed: "\u2715", stopped: "\u25a0" };
+const SIGNS = { running: "\u25b6", failed: "\u2715", ended: "\u25a0" };
 export const signOf = (state) => SIGNS[state] ?? "";
 
 /** A run is running while new steps arrive, whatever else is known about it. */
-export const stateOf = (run, now) => (now - run.last_time < FRESH ? "running" : run.state === "running" ? "stopped" : run.state);
+export const stateOf = (run, now) => (now - run.last_time < FRESH ? "running" : run.state);
 
 /** "✓ baseline": the name of a run, and how it ended. */
 export const runWords = (run, now) => [signOf(stateOf(run, now)), run.name].filter(Boolean).join(" ");
@@ -77,7 +77,7 @@ export const runWords = (run, now) => [signOf(stateOf(run, now)), run.name].filt
 export function freshness(run, now) {
   const age = Math.max(0, now - run.last_time);
   if (age < FRESH) return { live: true, text: `live; last step ${run.last_step}` };
-  const ended = { finished: "finished; ", failed: "failed; " }[run.state] ?? "";
+  const ended = run.state === "failed" ? "failed; " : "";
   if (age < DAY) return { live: false, text: `${ended}no new step for ${duration(age)}; last step ${run.last_step}` };
   const date = new Date(run.last_time * 1000).toLocaleDateString("en-GB", { day: "numeric", month: "long", year: "numeric" });
   return { live: false, text: `${ended}last step ${run.last_step}, written ${date}` };

@@ -27,7 +27,7 @@ const PALETTES = {
   light: {
     sequential: SEQUENTIAL,
     diverging: "053061 2166ac 67a9cf c6dfee f3f1ed fcd5a5 f0993a c45c05 7f3b08",
-    beyond: { sequential: ["19002b", "fffad1"], diverging: ["00122b", "3a1500"] },
+    beyond: { sequential: ["19002b", "f57c00"], diverging: ["00122b", "3a1500"] },
     notSeen: "d9dce1",
     undefined: "b4c3d9",
     notFinite: "ff2d8f",
@@ -35,7 +35,7 @@ const PALETTES = {
   dark: {
     sequential: SEQUENTIAL,
     diverging: "9ccbff 559fe8 3c79b8 4b637d 5b5e63 7e6349 b5732b ef9435 ffd596",
-    beyond: { sequential: ["14001f", "fffad1"], diverging: ["e6f3ff", "fff6e6"] },
+    beyond: { sequential: ["0d0014", "ff8f1f"], diverging: ["e6f3ff", "fff6e6"] },
     notSeen: "474a4f",
     undefined: "5c6a80",
     notFinite: "ff4da3",

@@ -25,7 +25,7 @@ function head(run, now, overview, on) {
     html("span", { class: `run-state ${state}`, title: state }, `${signOf(state)} ${state}`),
     html("h2", {}, link(run.name, `Open the map of ${run.name}`, () => on.open(run.name), "card-name")),
     level ? html("span", { class: `level ${level}` }, LEVELS[level]) : null,
-    html("span", { class: "card-age" }, text.replace(/^(finished|failed|live); /, "")),
+    html("span", { class: "card-age" }, text.replace(/^(failed|live); /, "")),
   );
 }
 

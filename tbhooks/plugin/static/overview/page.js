@@ -13,9 +13,9 @@ const markOf = (run) => `${run.last_step}|${run.last_time}|${run.state}`;
 export function createOverview(container, { api, on }) {
   const heading = html("h1", {}, "Runs");
   const summary = html("p", { class: "soft" });
-  const compare = html("button", { type: "button", class: "button", hidden: true });
+  const compare = html("button", { type: "button", class: "button", hidden: true }, "Compare runs");
   const cards = html("div", { class: "cards" });
-  const more = html("button", { type: "button", class: "button", hidden: true });
+  const more = html("button", { type: "button", class: "button", hidden: true }, "Show more runs");
   container.append(html("header", { class: "overview-head" }, heading, summary, html("span", { class: "filler" }), compare), cards, more);
   const known = new Map();
   const drawn = new Map();
