@@ -22,6 +22,7 @@ from tbhooks.capture.hooks.observer import Observer
 from tbhooks.capture.packed_step import PackedStep
 from tbhooks.capture.rank_context import RankContext
 from tbhooks.capture.recorder import Recorder
+from tbhooks.capture.scalars.step_samples import SampleCall, StepSamples
 from tbhooks.capture.scalars.step_scalars import StepScalars
 from tbhooks.capture.schedule import Schedule
 from tbhooks.capture.selection import Selector, unwrap
@@ -56,9 +57,10 @@ class CaptureSession:
         self.observer = Observer(model, selector, self.recorder, self, report)
         self.forwards = ForwardEvent(self._model, self.observer.gate, report)
         self._groups = GroupNumbers()
-        self._scalars = StepScalars(
+        self.scalars = StepScalars(
             self._model, self.recorder, self.observer, self._groups, self.forwards, context, submit
         )
+        self.samples = StepSamples(self.recorder, self.observer, context, submit, report)
         self.parameters = ParameterReader(model, selector, self.recorder, self._groups, report)
         self.clock = Clock(
             mode, context.first_step, self._model, self.observer, self.parameters, self.forwards, self, report
@@ -87,9 +89,7 @@ class CaptureSession:
         self._open_step(self.clock.count)
 
     def stop(self, is_failing: bool = False) -> None:
-        """Ends capture and submits everything. If an exception ends the process or the `with` block (`is_failing`),
-        an interrupted step is submitted with what was recorded so far.
-        """
+        """Ends capture and submits everything, also a step that an exception (`is_failing`) has interrupted."""
         with self._report.guarded("closing"), self.clock.lock:
             self._step_is_over()
             # The other ranks have no interrupted step. Where forwards end steps, the last one is complete.
@@ -104,7 +104,7 @@ class CaptureSession:
             self._step_is_over(opens_next=False)
             self._submit_late_scalars()
             self._finish_evaluation()
-            self._scalars.means.write_rest(self._last_label)
+            self.scalars.means.write_rest(self._last_label)
             for profile in self.profiles:
                 profile.stop(self.clock.count - 1)
         self.disconnect()
@@ -152,7 +152,7 @@ class CaptureSession:
                 self._submit_late_scalars()
             self._finish_evaluation()
             if for_good:
-                self._scalars.means.write_rest(self._last_label)
+                self.scalars.means.write_rest(self._last_label)
 
     def pause(self) -> None:
         """Removes every hook from the model, except those in compiled code, which do nothing then. Can be nested."""
@@ -200,23 +200,21 @@ class CaptureSession:
 
     def log_means(self, every: int) -> None:
         """From now on the user's scalars are written as running means, every `every` steps."""
-        if self._scalars.means.every is None:
+        if self.scalars.means.every is None:
             self.forwards.subscribe(self._forward_begins, in_graph=True)
-        self._scalars.means.every = every
+        self.scalars.means.every = every
 
-    def log_metrics(self, parts: frozenset[str]) -> None:
-        """From now on training metrics are logged: optimizer settings, throughput, memory."""
-        self._scalars.metrics.add_parts(parts)
-
-    def log(self, values: dict[str, Tensor | float]) -> None:
-        """Logs scalars of the user, to the open step or to the one that has just ended."""
+    def log(self, values: dict[str, Tensor | float], call: SampleCall | None = None) -> None:
+        """Logs scalars and samples of the user, to the open step or to the one that has just ended."""
         with self._report.guarded("log"), self.clock.lock, profiler_label("log"):
             ended = self._step_taking_late_scalars
             for tag, value in values.items():
-                self._scalars.log(tag, value, self._step, ended)
+                self.scalars.log(tag, value, self._step, ended)
+            if call is not None:
+                self.samples.add(call, self._step, ended)
             if ended is not None and ended.is_logged:
                 self._watch_next_forward()
-                if not self._scalars.means.is_due:  # the copy has waited for these scalars
+                if not self.scalars.means.is_due:  # the copy has waited for these scalars
                     self._pack_closed()
 
     def step(self, label: int | None) -> None:
@@ -245,7 +243,7 @@ class CaptureSession:
         with without_dispatch_modes():
             self.tripwire.check(optimizer, self.clock.count)
         self.replay.check(optimizer, self.clock.count)
-        self._scalars.before_optimizer(optimizer, self.clock.count)
+        self.scalars.before_optimizer(optimizer, self.clock.count)
         if self.is_logging():
             with without_dispatch_modes(), profiler_label("parameters"):
                 self.scaler.log()
@@ -309,6 +307,8 @@ class CaptureSession:
             self.observer.begin(attach=not self._pauses)
             for tag, value in self._step.early.items():
                 self.recorder.scalar(tag, value)
+            for part in self._step.early_parts:
+                self.recorder.part(part)
 
     def _close_step(self, label: int) -> None:
         """Closes the open step, or abandons it if it is not a logged one, and opens the next one."""
@@ -320,7 +320,7 @@ class CaptureSession:
         self._last_label = label
         self._groups.step_ended()
         self.replay.step_ended()
-        self._scalars.step_ends(self.clock.count)
+        self.scalars.step_ends(self.clock.count)
         ended = self._ended = self._step
         ended.is_logged = self.observer.seen is not None
         ended.close(label, self.recorder.scalar_tags)
@@ -333,7 +333,7 @@ class CaptureSession:
                 self.observer.warn_if_blind(label)
             self._end_reading(keep_hooks=self._step.is_logged and not self._pauses)
             self.clock.logged_step_ended()
-            if self._scalars.is_used:
+            if self.scalars.is_used or self.samples.come_late:
                 self._watch_next_forward()
             if self._waits_with_its_copy:
                 return
@@ -348,7 +348,7 @@ class CaptureSession:
     def _step_is_over(self, opens_next: bool = True) -> None:
         """Packs and submits the step that has ended, because something of the next step has happened."""
         self._pack_closed(opens_next)
-        self._scalars.write_means(self._ended, self._last_label)
+        self.scalars.write_means(self._ended, self._last_label)
         self._submit_packed()
 
     def _pack_closed(self, opens_next: bool = True) -> None:
@@ -385,7 +385,7 @@ class CaptureSession:
     def _waits_with_its_copy(self) -> bool:
         """Whether the copy of the step that has ended is delayed, for scalars that may still be logged to it."""
         is_held = self._rank_group is None and self.clock.mode != "forward" and not self._pauses
-        return is_held and self._scalars.may_come_late
+        return is_held and (self.scalars.may_come_late or self.samples.come_late)
 
     @property
     def _other_ranks_wait(self) -> bool:
@@ -394,7 +394,7 @@ class CaptureSession:
 
     def _copy(self, label: int) -> PackedStep:
         """Starts the one copy to the host. Late scalars of earlier steps are in it, too."""
-        self._scalars.add_to_copy()
+        self.scalars.add_to_copy()
         if triton.failure:
             self._report.log_once(f"Triton is installed but fails; torch operations are used: {triton.failure}")
         with profiler_label("copy"):
@@ -441,10 +441,10 @@ class CaptureSession:
 
     def _submit_late_scalars(self) -> None:
         """Makes a copy only for device scalars that were logged after the copy of their step."""
-        if self._scalars.wait_for_a_copy and self._rank == 0:
+        if self.scalars.wait_for_a_copy and self._rank == 0:
             self._submit(replace(self._copy(self.clock.count), merge=None))
 
     def _finish_evaluation(self) -> None:
         if self._evaluation is not None:
             self._evaluation.finish()
-        self._scalars.means.write_evaluation(self._last_label)
+        self.scalars.means.write_evaluation(self._last_label)
