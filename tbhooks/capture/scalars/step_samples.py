@@ -20,10 +20,10 @@ from tbhooks.capture.packed_step import Attached, PackedStep, Read
 from tbhooks.capture.rank_context import RankContext
 from tbhooks.capture.recorder import Recorder
 from tbhooks.capture.step.step import State, Step
+from tbhooks.capture.step_table import StepTable
 from tbhooks.data import samples
 from tbhooks.data.samples import OTHER_GROUPS, Group, Sample, SampleId, Samples, as_id
 from tbhooks.data.self_report import Report
-from tbhooks.data.step_table import StepTable
 
 MOST_GROUPS = 64
 """The groups of one call that have a mean of their own; all further ones share one."""
