@@ -217,12 +217,15 @@ class StepSamples:
     def add(self, call: SampleCall, step: Step, ended: Step | None) -> None:
         """Adds one call; `step` is the open step, `ended` the one before it if it still takes late scalars."""
         step.was_skipped = step.was_skipped and not self._observer.called
-        is_late = ended is not None and (ended.is_logged or self.come_late)
+        # Samples of a step that has ended came before its end: these belong to the next one.
+        came_early = ended is not None and ended.has_samples and not self.come_late
+        is_late = ended is not None and not came_early and (ended.is_logged or self.come_late)
         owner = ended if ended is not None and is_late else step
         if not (owner.is_logged or self._subscribers) or step.was_skipped or not call.values.numel():
             return
         if owner is not self._step:
             self._step, self._calls, self._values = owner, 0, 0
+        owner.has_samples = True
         with torch.inference_mode(False), without_dispatch_modes():
             worst, sums = reduce_call(call, self._values)
             self._calls, self._values = self._calls + 1, self._values + call.values.numel()

@@ -56,6 +56,8 @@ class Step:
     """Scalars that were logged to it while the step before it still used the recorder."""
     early_parts: list[TablePart] = field(default_factory=list)
     """Samples that were given to it while the step before it still used the recorder."""
+    has_samples: bool = False
+    """Whether samples were given to it."""
     was_skipped: bool = False
     """A GradScaler has skipped the optimizer: until the next forward, scalars belong to no step."""
     takes_late_scalars: bool = True
