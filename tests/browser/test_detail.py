@@ -60,6 +60,7 @@ window.detail = createDetail(document.getElementById("box"), {
   api: { distribution: route("distribution"), history: route("history") },
   onClose: () => (window.closings += 1),
   onPickStep: (step) => window.picked.push(step),
+  axis: "log",
 });
 """
 
