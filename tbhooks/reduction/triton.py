@@ -19,7 +19,7 @@ import importlib.util
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, NamedTuple
@@ -105,6 +105,12 @@ def is_ready(device: torch.device) -> bool:
     if device not in _begun and not failure and is_installed():
         threading.Thread(target=prepare, args=(device,), name="tbhooks-triton", daemon=True).start()
     return False
+
+
+def prepare_for(tensors: Iterable[Tensor]) -> None:
+    """Prepares the devices of these tensors, where Triton has kernels for them."""
+    for device in dict.fromkeys(tensor.device for tensor in tensors if is_on_gpu(tensor)):
+        prepare(device)
 
 
 def prepare(device: torch.device) -> None:

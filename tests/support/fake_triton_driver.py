@@ -1,4 +1,4 @@
-"""A driver for Triton without a GPU: kernels are specialised and compiled for real, and a launch is an entry in a list."""
+"""A driver for Triton without a GPU: kernels are specialised and compiled, and a launch is an entry in a list."""
 
 from __future__ import annotations
 
@@ -77,9 +77,9 @@ class FakeDriver(DriverBase):  # type: ignore[misc]
 @contextmanager
 def installed() -> Iterator[FakeDriver]:
     """Makes a new fake driver the active one."""
-    made = FakeDriver()
+    made, before = FakeDriver(), active_driver._active
     active_driver.set_active(made)
     try:
         yield made
     finally:
-        active_driver.reset_active()
+        active_driver._active = before

@@ -24,8 +24,9 @@ VENV = Path(sys.prefix)
 CHROMIUM = Path("/usr/bin/chromium")
 PARALLEL = ("-n", "3", "--dist", "loadgroup")
 TRITON = "tests/unit/reduction/test_triton.py"
+COMPILED = "tests/unit/reduction/test_triton_compiled.py"
 # These have groups of their own, which set up what they need.
-OTHERS = ("--ignore=tests/browser", "--ignore=tests/trackers", f"--ignore={TRITON}")
+OTHERS = ("--ignore=tests/browser", "--ignore=tests/trackers", f"--ignore={TRITON}", f"--ignore={COMPILED}")
 NO_TESTS = 5  # pytest's exit code
 
 
@@ -60,6 +61,7 @@ GROUPS: dict[str, Group] = {
     "slow": Group((*PARALLEL, *OTHERS, "-m", "slow")),
     "browser": Group(("tests/browser",), _browser),
     "triton": Group((TRITON,), _triton, environment={"TRITON_INTERPRET": "1", "PYTHONPATH": str(VENV / "triton")}),
+    "triton-compiled": Group((COMPILED,), _triton, environment={"PYTHONPATH": str(VENV / "triton")}),
     "trackers": Group(("tests/trackers",), _trackers, str(VENV / "trackers" / "bin" / "python")),
 }
 

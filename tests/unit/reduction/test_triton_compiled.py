@@ -1,5 +1,5 @@
-"""What Triton's compiler makes of the kernels, for GPUs that are not here: it compiles, does not spill, loads 16 bytes at a
-time; how many variants there are, when they are compiled, and on which device they are launched.
+"""What Triton's compiler makes of the kernels, for GPUs that are not here: no spills, few registers, loads of 16 bytes;
+how many variants there are, when they are compiled, and on which device they are launched.
 
 A fake driver stands for the GPU: everything up to the launch is real. Speed is for a GPU to show.
 """
@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import subprocess
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -201,9 +202,7 @@ def test_rows_of_a_step_are_merged_in_one_launch_and_parameters_read_in_one(driv
     assert sorted(launch.kernel for launch in driver.launches) == ["merge_rows", "reduce_rows", "reduce_rows"]
 
 
-def test_a_launch_is_made_under_the_device_of_the_tensor(
-    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_launch_is_made_under_the_device_of_the_tensor(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     class Current:
         def __init__(self, device: torch.device) -> None:
             self._device = device
@@ -248,7 +247,7 @@ def test_without_a_c_compiler_torch_operations_serve_and_it_is_told_once(driver:
 
 def test_a_device_that_is_first_seen_in_training_is_prepared_in_the_background(driver: FakeDriver) -> None:
     assert not triton.takes(torch.ones(3))
-    for thread in __import__("threading").enumerate():
+    for thread in threading.enumerate():
         if thread.name == "tbhooks-triton":
             thread.join()
     assert triton.takes(torch.ones(3))
