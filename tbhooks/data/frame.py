@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from tbhooks.data import rank_spread as spread
+from tbhooks.data import ranks as spread
 from tbhooks.data import stats
 from tbhooks.data.artifacts import Artifact
 from tbhooks.data.display import Names, display, mimebundle
 from tbhooks.data.errors import ArgumentError, UnknownSiteError, nearest
-from tbhooks.data.rank_spread import Spread
+from tbhooks.data.ranks import Spread
 from tbhooks.data.stats import BUCKETS, COLUMNS, STAT_NAMES, Counts, Floats
 
 if TYPE_CHECKING:

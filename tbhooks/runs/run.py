@@ -9,10 +9,10 @@ from pathlib import Path
 from tbhooks.data.errors import ArgumentError, nearest
 from tbhooks.data.findings import first_of_each
 from tbhooks.data.frame import Finding, Frame
-from tbhooks.data.remote import local
 from tbhooks.runs.event_records import Progress, records, size_of
 from tbhooks.runs.reader import RunReader, starts_with_frame
 from tbhooks.runs.scalars import Series
+from tbhooks.sinks.remote import local
 
 EVENT_FILES, FRAME_FILES = "*tfevents*", "*.jsonl"
 _PLUGIN_NAME = b"tbhooks"

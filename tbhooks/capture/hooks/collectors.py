@@ -13,9 +13,9 @@ from typing import Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor, nn
 
-from tbhooks.capture.hooks.retries import Retries
 from tbhooks.capture.packed_step import ArtifactBuilder, Read
 from tbhooks.capture.recorder import Recorder
+from tbhooks.capture.retries import Retries
 from tbhooks.data.artifacts import Artifact
 from tbhooks.data.self_report import Report, describe_exception
 
@@ -114,8 +114,11 @@ class Collectors:
         self._each(lambda collector: collector.on_tensor(path, kind, index, tensor))
 
     def end(self, recorder: Recorder) -> None:
-        for collector in self._each(lambda collector: collector.end(recorder) or collector):
+        def end(collector: Collector) -> None:
+            collector.end(recorder)
             self._failing.worked(collector)
+
+        self._each(end)
 
     def forget(self) -> None:
         self._each(lambda collector: collector.forget())

@@ -64,8 +64,10 @@ class DeadUnits:
             for key, new in peaks.items():
                 before = merged.get(key)
                 if before is not None and _has_same_units(before.largest, len(new.largest), new.largest.device):
-                    new = _Peaks(torch.maximum(before.largest, new.largest), before.samples + new.samples)
-                merged[key] = new
+                    largest = torch.maximum(before.largest, new.largest)
+                    merged[key] = _Peaks(largest, before.samples + new.samples)
+                else:
+                    merged[key] = new
         by_site: dict[str, list[_Peaks]] = {}
         for (name, _), one in merged.items():
             by_site.setdefault(name, []).append(one)

@@ -17,14 +17,15 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from tbhooks.capture import dynamo, tensor_tree
+from tbhooks.capture import tensor_tree
 from tbhooks.capture.autograd import in_backward, is_traced
+from tbhooks.capture.compile import dynamo
 from tbhooks.capture.hooks.collectors import guarded
 from tbhooks.capture.hooks.manager import hook_calls
 from tbhooks.capture.hooks.observer import Observer
-from tbhooks.capture.hooks.retries import Retries
 from tbhooks.capture.packed_step import Read
 from tbhooks.capture.recorder import Recorder
+from tbhooks.capture.retries import Retries
 from tbhooks.collectors.graph.describe import is_called, shape_of, type_of
 from tbhooks.collectors.graph.tracer import Tracer, leaves
 from tbhooks.data.artifacts import Artifact
