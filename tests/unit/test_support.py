@@ -190,9 +190,7 @@ def test_every_file_of_tests_is_in_a_group() -> None:
 
 
 def test_a_run_on_another_torch_replaces_its_row_in_the_table_of_versions(tmp_path: Path) -> None:
-    page = (
-        "# Versions\n\n" + "\n".join((compatibility._line(compatibility.HEADER), compatibility._RULE)) + "\n\nMore.\n"
-    )
+    page = "# Versions\n\n" + "\n".join((compatibility.line(compatibility.HEADER), compatibility.RULE)) + "\n\nMore.\n"
     for name, failed in (("2.15.0", "3"), ("2.9.1", "0"), ("2.11.0", "0"), ("2.15.0", "0")):
         page = compatibility.with_row(page, (name, "3.11.7", "torch", "12", failed, "1", "2026-11-18"))
     page = compatibility.with_row(page, ("2.15.0", "3.11.7", "test", "40", "0", "2", "2026-11-19"))
