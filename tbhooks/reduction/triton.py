@@ -245,9 +245,15 @@ class Scratch:
 
 
 def _launch(dtype: torch.dtype, programs: int, *integers: int) -> None:
+    """Launches on the current stream. If that fails, this tensor is lost, and torch operations serve from then on."""
+    global failure  # noqa: PLW0603 - of the process, as Triton's compiler is
     kernels = _load()
     element = getattr(kernels.tl, TYPES[dtype])
-    kernels.reduce_rows[(programs,)](*integers, DTYPE=element, STRETCH=STRETCH, **OPTIONS)
+    try:
+        kernels.reduce_rows[(programs,)](*integers, DTYPE=element, STRETCH=STRETCH, **OPTIONS)
+    except Exception as problem:
+        failure = f"{type(problem).__name__}: {problem}"
+        raise
 
 
 def _stretches(numbers: Tensor) -> int:

@@ -35,6 +35,8 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         pytest.skip("Triton is not installed")
     if request.param == "torch":
         monkeypatch.setattr(triton, "failure", "left out by a test")
+    else:
+        triton.prepare(torch.device("cuda", torch.cuda.current_device()))
     yield request.param
     if request.param == "triton":
         assert triton.failure == ""
@@ -215,7 +217,10 @@ def test_a_kernel_that_fails_to_compile_is_replaced_and_named(monkeypatch: pytes
         raise RuntimeError("no ptxas")
 
     monkeypatch.setattr(triton, "failure", "")
-    monkeypatch.setattr(triton, "launch", broken)
+    monkeypatch.setattr(triton, "_ready", set())
+    monkeypatch.setattr(triton, "_begun", set())
+    monkeypatch.setattr(triton, "_try_all", broken)
+    triton.prepare(torch.device("cuda", torch.cuda.current_device()))
     tensor = torch.randn(1000)
     reading = reduced(tensor.cuda())
     assert_same_stats(lambda name: getattr(reading, name), reference.to_numpy(tensor))
