@@ -33,7 +33,9 @@ ENTRY = "/index.js"
 RULES = (STATIC.parent / "rules.md", STATIC.parents[2] / "docs" / "rules.md")
 JSON, BINARY, TEXT = "application/json", "application/octet-stream", "text/plain"
 # Some systems map these to other types, and browsers do not run a module that is served as plain text.
-CONTENT_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml", ".json": JSON}
+CONTENT_TYPES = {
+    ".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml", ".json": JSON,
+}  # fmt: skip
 
 Application = Callable[..., Any]
 

@@ -239,7 +239,7 @@ def test_a_card_tells_onset_peak_last_and_count(models: Pages) -> None:
 def test_a_finding_zooms_to_its_onset_and_links_to_its_rule(models: Pages) -> None:
     tab = alone(models, parameters(page="map", run="vanishing", kind="gradient"), **WIDE)
     finding = tab.frame.locator(".finding-card", has_text="vanishing gradient")
-    finding.get_by_role("button", name="Zoom to step 90").click()
+    finding.get_by_role("button", name="Zoom to onset: step 90").click()
     tab.settle()
     low, high = tab.layout()["view"]
     assert low < 90 < high
@@ -250,12 +250,12 @@ def test_a_finding_zooms_to_its_onset_and_links_to_its_rule(models: Pages) -> No
 
 def test_a_muted_rule_stays_muted_in_the_address(models: Pages) -> None:
     tab = alone(models, parameters(page="map", run="vanishing", kind="gradient"), **WIDE)
-    tab.frame.get_by_role("button", name="Do not show findings of low precision").click()
+    tab.frame.get_by_role("button", name="Mute: do not show findings of low precision").click()
     expect(tab.frame.locator(".finding-rule")).to_have_text(["vanishing gradient"])
     assert tab.state()["muted"] == '["low_precision"]'
     tab.page.reload()
     expect(tab.frame.locator(".finding-rule")).to_have_text(["vanishing gradient"])
-    tab.frame.get_by_role("button", name="Show findings of low precision again").click()
+    tab.frame.get_by_role("button", name="low precision: show its findings again").click()
     expect(tab.frame.locator(".finding-rule")).to_have_text(["vanishing gradient", "low precision"])
 
 
