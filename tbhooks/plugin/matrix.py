@@ -10,13 +10,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from tbhooks.data import stats
-from tbhooks.data.stats import COUNT, INFS, MAX, MEAN, MIN, NANS, QUANTILES, STATS, Counts
+from tbhooks.data.stats import COUNT, INFS, M2, M3, M4, MAX, MEAN, MIN, NANS, QUANTILES, STATS, Counts
 from tbhooks.plugin.arrays import Histograms, Indices, Rows, Source, Stored
 from tbhooks.sinks.tensorboard import decode_values
 
-_STORED_STD = stats.M2  # stored rows have the std in the column of m2
 _AS_STORED = {"count": COUNT, "nan_count": NANS, "inf_count": INFS}
-_OF_FINITE = {"mean": MEAN, "std": _STORED_STD, "min": MIN, "max": MAX}
+# Stored rows have the std in the column of m2, and the ratios in those of m3 and m4.
+_OF_FINITE = {"mean": MEAN, "std": M2, "min": MIN, "max": MAX, "skewness": M3, "kurtosis": M4}
 # Derived stats need float64 rows; this many at a time fit into the processor's cache.
 _ROWS_AT_ONCE = 1 << 14
 

@@ -112,4 +112,4 @@ def _load() -> Any:
     return _kernels
 
 
-assert stats.WIDTH == 9, "the merging kernel writes the columns by position"
+assert stats.WIDTH == 11, "the merging kernel writes the columns by position"

@@ -149,3 +149,5 @@ def merge_rows(partial, programs, row, PROGRAMS: tl.constexpr):  # noqa: N803
     tl.store(row + 6, nans)
     tl.store(row + 7, infs)
     tl.store(row + 8, 0.0)
+    tl.store(row + 9, float("nan"))  # m3 and m4 are not computed here
+    tl.store(row + 10, float("nan"))

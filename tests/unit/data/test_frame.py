@@ -128,10 +128,10 @@ def test_a_key_of_another_form_is_explained(key: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "shape"), [("values", (3, 9)), ("values", (4, 8)), ("buckets", (4, 384)), ("buckets", (3, 0))]
+    ("field", "shape"), [("values", (3, 11)), ("values", (4, 8)), ("buckets", (4, 384)), ("buckets", (3, 0))]
 )
 def test_arrays_that_do_not_fit_the_sites_are_rejected(field: str, shape: tuple[int, int]) -> None:
-    with pytest.raises(ArgumentError, match=r"a frame of 4 sites needs values of shape \(4, 9\)"):
+    with pytest.raises(ArgumentError, match=r"a frame of 4 sites needs values of shape \(4, 11\)"):
         make(**{field: np.zeros(shape)})
 
 

@@ -107,10 +107,12 @@ def plain_rows(frame: Frame, sites: Sequence[Site]) -> NDArray[np.float32]:
     """The rows of these sites as they are stored, and nothing for those that the frame has not."""
     rows = np.zeros((len(sites), len(STORED_COLUMNS)))
     rows[:, stats.MIN], rows[:, stats.MAX] = np.inf, -np.inf
+    rows[:, [stats.M3, stats.M4]] = np.nan
     for i, site in enumerate(sites):
         if site in frame.sites:
             row = frame.values[frame.sites.index(site)].copy()
             row[stats.M2] = math.sqrt(row[stats.M2] / max(row[stats.COUNT] - row[stats.NANS] - row[stats.INFS], 1.0))
+            row[stats.M3], row[stats.M4] = frame[site.name, site.kind].skewness, frame[site.name, site.kind].kurtosis
             row[stats.BASE] = math.sqrt(row[stats.BASE])
             rows[i] = row
     with np.errstate(over="ignore"):
