@@ -60,13 +60,13 @@ def finish(parts: stats.Floats, counts: stats.Floats, sizes: stats.Floats) -> st
     away, squares = _without_replaced(parts[MEAN], parts[VARIANCE] * sizes, stats.finite(rows), sizes)
     rows[:, stats.MEAN] = np.where(stats.finite(rows) > 0, away + parts[SHIFT], 0.0)
     rows[:, stats.M2] = squares
-    rows[:, stats.M3], rows[:, stats.M4] = _higher_moments(rows, parts, away)
+    rows[:, stats.M3], rows[:, stats.M4] = _higher_moments(rows, parts, away, sizes)
     return rows
 
 
 def _higher_moments(
-    rows: stats.Floats, parts: stats.Floats, mean: stats.Floats
-) -> tuple[stats.Floats, stats.Floats]:  # fmt: skip
+    rows: stats.Floats, parts: stats.Floats, mean: stats.Floats, sizes: stats.Floats
+) -> tuple[stats.Floats, stats.Floats]:
     """m3 and m4 about the mean of the finite elements, from sums about the mean that counts the others as zeros.
 
     NaN where the two means are so far apart that the subtraction leaves too few digits.
@@ -77,7 +77,8 @@ def _higher_moments(
         from_squares = off * (6.0 * m2 + 3.0 * n * np.square(off))
         m3 = cubes - off * (3.0 * m2 + n * np.square(off))
         m4 = fourths - off * (4.0 * cubes - from_squares)
-        error = 64 * np.finfo(np.float64).eps * (fourths + np.abs(4.0 * off * cubes) + np.abs(off * from_squares))
+        subtracted = 4.0 * off * cubes, off * from_squares, 6.0 * np.square(off) * parts[VARIANCE] * sizes
+        error = 64 * np.finfo(np.float64).eps * (fourths + sum(map(np.abs, subtracted)))
         unknown = ~(error <= WORST_ERROR * m4)
     equal = ~(rows[:, stats.MAX] > rows[:, stats.MIN])
     of_known = (np.where(unknown, np.nan, moment) for moment in (m3, m4))

@@ -54,7 +54,7 @@ def make_frame(
 def _row(array: NDArray[np.float64]) -> list[float]:
     finite = array[np.isfinite(array)]
     mean = math.fsum(finite) / max(len(finite), 1)
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         m2, m3, m4 = (float(((finite - mean) ** power).sum()) for power in (2, 3, 4))
     low, high = (finite.min(), finite.max()) if len(finite) else (math.inf, -math.inf)
     nans, infs = np.isnan(array).sum(), np.isinf(array).sum()

@@ -192,7 +192,7 @@ def assert_same(one: Frame, other: Frame) -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(
-    st.lists(st.lists(st.floats(allow_nan=False), min_size=9, max_size=9), max_size=4),
+    st.lists(st.lists(st.floats(allow_nan=False), min_size=11, max_size=11), max_size=4),
     st.dictionaries(st.text(max_size=5), st.floats(allow_nan=False), max_size=3),
     st.booleans(),
     st.data(),

@@ -581,7 +581,8 @@ HOSTILE = {
     "nothing": b"",
     "a list": b"[1]",
     "deep": b"[" * 100_000,
-    "another version": description(version=2),
+    "another version": description(version=3),
+    "columns of another version": description(version=1),
     "no version": description(version=None),
     "another kind": description("gradient"),
     "no kind": description("../../etc"),
@@ -725,7 +726,7 @@ def test_what_is_too_large_for_one_answer_comes_thinned_and_says_so(
 ) -> None:
     write(tmp_path / "run", *(make_frame(step, {A: [step]}) for step in range(100)))
     tab = Tab(tmp_path)
-    monkeypatch.setattr(provider, "LARGEST_MESSAGE", 100 * (36 + 100))
+    monkeypatch.setattr(provider, "LARGEST_MESSAGE", 100 * (44 + 100))
     asked = reading_with(tab, monkeypatch, lambda most: _TooLarge() if most > 30 else None)
     header, values = tab.ask("matrix", run="run", kind="activation", stat="mean").matrix
     assert asked[1:] == [1, 100, 50, 25]

@@ -39,7 +39,17 @@ HOSTILE_NAMES = (
     "<img src=x onerror=alert(1)>", "</script><script>alert(2)</script>", "a\"b'c&d", "__proto__", "слой.0",
     "../../etc/passwd", "a\nb\x00c", "x" * 3000, "", "%2e%2e", "🦊",
 )  # fmt: skip
-STORED_AS = {"count": 0, "mean": 1, "std": 2, "min": 3, "max": 4, "nan_count": 6, "inf_count": 7, "skewness": 9, "kurtosis": 10}
+STORED_AS = {
+    "count": 0,
+    "mean": 1,
+    "std": 2,
+    "min": 3,
+    "max": 4,
+    "nan_count": 6,
+    "inf_count": 7,
+    "skewness": 9,
+    "kurtosis": 10,
+}
 
 
 # --- Runs ---

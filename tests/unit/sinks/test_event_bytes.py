@@ -407,11 +407,11 @@ def test_a_histogram_takes_sixteen_bytes_a_bar_and_59_and_its_tag(tmp_path: Path
     assert np.mean([len(histo.bucket) for histo in read.values()]) < 30
 
 
-def test_a_row_takes_36_bytes() -> None:
+def test_a_row_takes_44_bytes() -> None:
     sizes = [summary_size(many(n, histograms=False), ()) for n in (50, 51, 150)]
     names = 2 * len('["layer.0000",""],')
-    assert sizes[1] - sizes[0] == 2 * 36 + names
-    assert sizes[2] - sizes[0] == pytest.approx(100 * (2 * 36 + names), abs=8)  # lengths take a byte more
+    assert sizes[1] - sizes[0] == 2 * 44 + names
+    assert sizes[2] - sizes[0] == pytest.approx(100 * (2 * 44 + names), abs=8)  # lengths take a byte more
 
 
 def calls_of(run: Callable[[], Any]) -> int:
