@@ -87,7 +87,7 @@ class Extras:
     def progress(self, parts: Sequence[str]) -> None:
         check_names("part of the progress", parts, PARTS)
         if self._lifecycle.is_active:
-            self._session.log_metrics(frozenset(parts or PARTS))
+            self._session.metrics.add_parts(frozenset(parts or PARTS))
 
     def hparams(self, values: dict[str, Any], metrics: Sequence[str]) -> None:
         hyperparameters = validation.parse_hyperparameters(values, metrics)
@@ -113,7 +113,7 @@ class Extras:
         profile = Profile(
             first, last, traces, session.forwards, session.observer.gate, self._worker.submit, self._report
         )
-        session.profiles.append(profile)
+        session.profiles.add(profile)
         if first == now:
             profile.start()
 

@@ -96,6 +96,34 @@ class Watch:
         if self._lifecycle.is_active:
             self._session.log(numbers)
 
+    @dynamo_disable
+    def samples(self, values: Any, ids: Any = None, group: Any = None, most: int = 16) -> None:
+        """Shows which samples of a logged step have the largest values, and the mean of each group.
+
+        Args:
+            values: one number per sample, or per token of each sample: usually losses before they are averaged.
+                A tensor stays on its device: there is no copy and no synchronization but the one of the step.
+            ids: what the samples are called: integers in a tensor, or a list of integers or strings. Values with more
+                dimensions than the ids have several per sample. Without ids, samples are numbered within the step.
+            group: the group of each sample, such as its data source, as `ids`; or one string for all. The first 64
+                groups have their own mean.
+            most: how many samples are kept of a step.
+
+        `frame.samples` has them, the largest value first; TensorBoard shows a table in the TEXT tab and the means of
+        the groups as scalars `train.loss_by/<group>`. Call it once for each batch, before the optimizer's step or
+        right after it. Several calls in a step, as with accumulated gradients, are merged, and so are ranks.
+
+        >>> losses = F.cross_entropy(logits, targets, reduction="none")  # doctest: +SKIP
+        >>> w.samples(losses, ids=batch["id"], group=batch["source"])  # doctest: +SKIP
+
+        Raises an `ArgumentError` if lengths do not fit together.
+
+        """
+        self._lifecycle.check_open()
+        call = validation.samples(values, ids, group, most)
+        if self._lifecycle.is_active:
+            self._session.log({}, call)
+
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """A context in which nothing is captured. Steps are still counted.
@@ -243,14 +271,29 @@ class Watch:
         self._extras.profile(steps)
         return self
 
+    @dynamo_disable
+    def burst(self, n: int) -> None:
+        """Logs the next `n` steps in full, with histograms, whatever `every` is.
+
+        Call it between two steps. In the middle of a step the burst begins with the next one. `tbhooks burst DIR n`
+        does the same from another terminal. With `ranks="merge"` these steps are those of the first rank, unless they
+        are logged anyway. Raises an `ArgumentError` if `n` is not a positive integer.
+
+        >>> w.burst(20)  # doctest: +SKIP
+        """
+        self._lifecycle.check_open()
+        steps = check_integer("n", n)
+        if self._lifecycle.is_writing:
+            self._session.burst(steps)
+
     # Findings.
 
     def on_finding(self, reaction: Callable[[Finding], Any] | str) -> Self:
         """Sets what happens when a rule finds a problem. Can be called several times.
 
         `reaction` is a function that is called with each new `Finding`, from the background thread; or "raise", for a
-        `FindingError` at the end of the next step; or "stop", to set `should_stop`. The last two react to warnings
-        and errors, not to findings of severity "info".
+        `FindingError` at the end of the next step; or "stop", to set `should_stop`; or "burst", to log the next 20
+        steps in full, up to 16 times. The last three react to warnings and errors, not to findings of severity "info".
         """
         self._lifecycle.check_open()
         self._actions.on_finding(reaction)
