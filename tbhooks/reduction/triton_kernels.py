@@ -1,7 +1,8 @@
 # mypy: ignore-errors
 """The kernels of triton.py, which imports this only on CUDA. Triton compiles or interprets them.
 
-Moments are merged by the rules of Chan and Pebay, as stats.merge does. Nothing here allocates, waits or decides from data.
+Moments are merged by the rules of Chan and Pebay, as stats.merge does. Nothing here allocates, waits or decides from
+data.
 """
 
 from __future__ import annotations
