@@ -33,9 +33,9 @@ test-browser: $(READY)  ## the TensorBoard tab in a real browser: Debian's chrom
 	$(PIP) --editable '.[dev,browser]'
 	$(PYTHON) -m tests.support.groups browser
 
-test-triton: $(READY)  ## the CUDA kernels in Triton's interpreter; 1 GB, kept apart from everything else
+test-triton: $(READY)  ## the CUDA kernels in Triton's interpreter and compiled for GPUs; 1 GB, kept apart from everything else
 	$(PIP) --target $(VENV)/triton triton
-	$(PYTHON) -m tests.support.groups triton
+	$(PYTHON) -m tests.support.groups triton triton-compiled
 
 test-trackers: $(READY)  ## MLflow and Aim; 600 MB, kept apart in a venv that sees this one
 	test -d $(VENV)/trackers || python3 -m venv $(VENV)/trackers

@@ -2,19 +2,20 @@
 
 The arithmetic is in the type of the row, float64 wherever the device has it, around the mean: a sum of squares in
 float32 would return variance 0 at mean 300, std 0.01, and overflow at 1e20. On a device a launch costs more than
-arithmetic: `reduce` makes seven, and leaves the arithmetic on single numbers to finalize.py.
+arithmetic: `reduce` makes thirteen, and leaves the arithmetic on single numbers to finalize.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from tbhooks.data.stats import COUNT, MAX, MIN, WIDTH, ZEROS
+from tbhooks.reduction import streams
 from tbhooks.reduction.torch_private import look_up
 
 _STAND_INS = "tensors without numbers are recognised by an error that is counted"
@@ -41,6 +42,19 @@ def is_ordinary(tensor: Tensor) -> bool:
     return type(tensor) in (Tensor, Parameter) and tensor.dtype in ORDINARY
 
 
+def row_type(device: torch.device) -> torch.dtype:
+    """The type of rows on a device: float64, or float32 where there is none (Apple's GPUs, some of Intel's)."""
+    return torch.float64 if has_float64(device) else torch.float32
+
+
+@cache
+def has_float64(device: torch.device) -> bool:
+    """Whether a device computes in float64."""
+    if device.type == "xpu":
+        return bool(torch.xpu.get_device_properties(device).has_fp64)
+    return device.type != "mps"
+
+
 def readable(tensor: Tensor) -> Tensor | None:
     """The real numbers of a tensor in one dimension; None for integers, bools, quantised and nested tensors."""
     if tensor.is_nested or tensor.is_quantized or tensor.layout is not torch.strided or has_no_data(tensor):
@@ -49,7 +63,8 @@ def readable(tensor: Tensor) -> Tensor | None:
         tensor = torch.zeros_like(tensor)
     if tensor.is_complex():
         # In float32 the magnitude of a finite number can be infinite.
-        return flat(tensor.detach().to(torch.complex128).abs())
+        wide = torch.complex128 if has_float64(tensor.device) else torch.complex64
+        return flat(tensor.detach().to(wide).abs())
     if not tensor.is_floating_point():
         return None
     return flat(tensor.detach().resolve_neg())
@@ -76,6 +91,17 @@ def flat(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).contiguous()
 
 
+def is_dense(tensor: Tensor) -> bool:
+    """Whether its elements fill a stretch of memory, in any order (channels_last, transposed)."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
 def difference(after: Tensor, before: Tensor) -> Tensor:
     """`after - before`; half precision is subtracted in float32, which rounds less. `before` may be overwritten."""
     if after.dtype.itemsize < 4:
@@ -93,40 +119,58 @@ def write_row(numbers: Tensor, out: Tensor) -> None:
     n = numbers.numel() - bad.sum()
     mean = wide.masked_fill(bad, 0.0).sum() / n.clamp(min=1)
     deviation = (wide - mean).masked_fill(bad, 0.0)
+    square = deviation.square()
+    cubes, m2 = (square * deviation).sum(), square.sum()
+    off = deviation.sum() / n.clamp(min=1)  # the mean of numbers far from zero is rounded
     nans = wide.isnan().sum()
     columns = (
         torch.full_like(n, numbers.numel()),
         mean,
-        deviation.square().sum(),
+        m2,
         wide.masked_fill(bad, torch.inf).amin(),
         wide.masked_fill(bad, -torch.inf).amax(),
         (wide == 0).sum(),
         nans,
         numbers.numel() - n - nans,
         torch.zeros_like(n),
+        cubes - 3 * off * m2,
+        square.square().sum() - 4 * off * cubes,
     )
     torch.stack([column.to(out.dtype) for column in columns], out=out)
 
 
-# The results of `limits`.
-_constants: dict[tuple[torch.dtype, torch.dtype, torch.device, int], tuple[Tensor, Tensor]] = {}
+# The results of `limits`, for each stream: another one would have to wait for those that fill them.
+_constants: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}
 
 
 def reduce(numbers: Tensor, row_type: torch.dtype) -> list[Tensor]:
-    """The partial results of which finalize.py makes a row, along the last dimension, in seven launches.
+    """The partial results of which finalize.py makes a row, along the last dimension, in thirteen launches.
 
-    Temporaries: the type's own size and 4 * (1 + row_type.itemsize) bytes for each element.
+    Temporaries: 4 + 7 * row_type.itemsize bytes for each element.
     """
     numbers = numbers if numbers.dtype in ORDINARY else numbers.to(torch.float32)
     largest, others = limits(numbers, row_type)
-    masked = torch.where(torch.le(numbers.abs(), largest), numbers, others)
-    variance, mean = torch.var_mean(masked[2], -1, correction=0)
-    return [torch.linalg.vector_norm(masked[1:], 0, -1), *torch.aminmax(masked[:2], dim=-1), variance, mean]
+    inside = torch.le(numbers.abs(), largest)
+    masked = torch.where(inside, numbers, others)
+    counts = torch.linalg.vector_norm(masked[1:], 0, -1)
+    return [counts, *torch.aminmax(masked[:2], dim=-1), *moments(masked[2], inside[2])]
+
+
+def moments(numbers: Tensor, inside: Tensor) -> list[Tensor]:
+    """Variance, mean, and sum of cubes and norm of squares of the deviations from it, in seven launches.
+
+    Elements that are not `inside` are zeros for the first two, and left out of the others.
+    """
+    variance, mean = torch.var_mean(numbers, -1, correction=0, keepdim=True)
+    away = (numbers - mean).mul_(inside)
+    square = away.square()
+    fourths = torch.linalg.vector_norm(square, dim=-1)
+    return [variance, mean, away.mul_(square).sum(-1), fourths]
 
 
 def limits(like: Tensor, row_type: torch.dtype) -> tuple[Tensor, Tensor]:
     """The largest absolute value that counts in each of the four masks, and what replaces larger ones and NaN."""
-    key = (like.dtype, row_type, like.device, like.dim())
+    key = (like.dtype, row_type, like.device, like.dim(), streams.current(like.device))
     if key not in _constants:
         with torch.inference_mode(False):
             shape = (4, *(1 for _ in like.shape))
@@ -152,4 +196,4 @@ def write_constant(out: Tensor, count: int) -> None:
         out[ZEROS].fill_(count)
 
 
-assert WIDTH == 9, "write_row writes the columns by position"
+assert WIDTH == 11, "write_row writes the columns by position"
