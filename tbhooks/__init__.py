@@ -8,6 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from tbhooks.data.errors import ArgumentError, ClosedError, FindingError, TbhooksError, UnknownSiteError
+from tbhooks.data.taps import tap
 
 if TYPE_CHECKING:
     from tbhooks import integrations, rules, runs, sinks
@@ -57,6 +58,7 @@ __all__ = [
     "runs",
     "sinks",
     "stats",
+    "tap",
     "unwatch",
     "watch",
 ]

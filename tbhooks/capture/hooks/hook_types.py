@@ -51,6 +51,10 @@ class HookObserver(Protocol):
         self, hook: ForwardHook, tensor: Tensor, kind: str, index: str, gradient: str, step_id: int
     ) -> None: ...
 
+    def on_tap(self, module: nn.Module, name: str, value: object) -> bool: ...
+
+    def hook_of(self, module: nn.Module) -> dynamo.GraphHook | None: ...
+
     def number(self, site: Site) -> int: ...
 
 
@@ -243,6 +247,29 @@ class LeaveHook(UnpicklableHook):
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if not torch.compiler.is_compiling() and not in_backward():
             self.functional.leave_module(self.path)
+
+
+class MarkHook(UnpicklableHook):
+    """Marks in a graph that is being compiled where the forward of a module begins or ends, for taps in it."""
+
+    __slots__ = ("begins", "hook")
+
+    def __init__(self, hook: ForwardHook, begins: bool) -> None:
+        self.hook, self.begins = hook, begins
+
+    @property
+    def observer(self) -> HookObserver:
+        return self.hook.observer
+
+    @dynamo_skip
+    def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
+        gate = self.hook.gate
+        if torch.compiler.is_compiling() and (gate.open or gate.evaluation) and gate.compiling():
+            if self.begins:
+                is_read = gate.open or not module.training
+                dynamo.enter_module(self.hook.hook_id, gate.step_id, is_read)
+            else:
+                dynamo.leave_module(self.hook.hook_id)
 
 
 class BeginHook(UnpicklableHook):
