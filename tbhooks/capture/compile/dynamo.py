@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from tbhooks.capture.autograd import call_stack
 from tbhooks.data.patching import after_import
 from tbhooks.data.self_report import logger
+from tbhooks.reduction.metrics import write_ratio
 from tbhooks.reduction.torch_private import look_up, missing
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -294,6 +295,15 @@ def _backward_is_compiled() -> bool:
     return bool(getattr(autograd, "compiled_autograd_enabled", False))
 
 
+def observe_pair(given: Tensor, output: Tensor, index: str, hook_id: Tensor, step_id: Tensor) -> None:
+    """Adds to the graph the ratio of what a module changes of its first input, and an operator that observes it."""
+    with _collect_failures("a hook in compiled code"), torch.no_grad():
+        if output.is_floating_point():
+            with torch.autocast(output.device.type, enabled=False):
+                ratio = write_ratio(given.detach(), output.detach())
+            _observe(ratio, "write_ratio", index, NO_GRADIENT, hook_id, step_id)
+
+
 class _RunningCalls(threading.local):
     """The modules whose forward is being traced, or run by a backend that does not trace: hook id, step id, is read."""
 
@@ -327,7 +337,7 @@ def observe_tap(tensor: Tensor, name: str, index: str, step_id: Tensor) -> None:
 
 
 def _keep_as_one_node(dynamo: Any) -> None:
-    for function in (observe, observe_tap, enter_module, leave_module):
+    for function in (observe, observe_pair, observe_tap, enter_module, leave_module):
         dynamo.allow_in_graph(function)
 
 

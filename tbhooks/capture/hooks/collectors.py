@@ -57,6 +57,13 @@ class HasHooks(Protocol):
         """Leaves no hook of its own on any module."""
 
 
+@runtime_checkable
+class ReadsPairs(Protocol):
+    """A collector that wants the first input of a module together with its output."""
+
+    def wants_pairs(self, path: str) -> bool: ...
+
+
 class Profile(Protocol):
     """A profiler that runs for some steps."""
 
@@ -125,6 +132,9 @@ class Collectors:
 
     def wants_inputs(self, path: str, module: nn.Module) -> bool:
         return any(self._each(lambda collector: collector.wants_inputs(path, module)))
+
+    def wants_pairs(self, path: str) -> bool:
+        return any(self._each(lambda collector: isinstance(collector, ReadsPairs) and collector.wants_pairs(path)))
 
     def begin(self) -> None:
         if not all(map(self._failing.may_try, self._all)):  # one that failed last time has to be asked what it wants

@@ -41,7 +41,7 @@ class HookObserver(Protocol):
 
     def on_forward_end(self, output: object) -> None: ...
 
-    def on_output(self, hook: ForwardHook, output: object) -> None: ...
+    def on_output(self, hook: ForwardHook, output: object, args: tuple[Any, ...] = ()) -> None: ...
 
     def on_call(self, hook: ForwardHook) -> None: ...
 
@@ -77,6 +77,7 @@ class ForwardHook(UnpicklableHook):
         "reads_inputs",
         "reads_operations",
         "reads_outputs",
+        "reads_pairs",
         "sites",
     )  # fmt: skip
 
@@ -93,6 +94,8 @@ class ForwardHook(UnpicklableHook):
         self.reads_operations = chosen and "functional" in wanted
         # Set when it is attached: whether a collector wants its tensors.
         self.collects_outputs = self.collects_inputs = False
+        # And whether a metric wants its first input together with its output.
+        self.reads_pairs = False
         self.has_units = isinstance(module, RECTIFIERS)
         # Weight gradients are read when a backward pass through its output ends. A forward that no backward pass goes
         # through is not part of the step.
@@ -119,11 +122,18 @@ class ForwardHook(UnpicklableHook):
                 wants_gradient = self.reads_gradients or self.ends_backward
                 for index, tensor in tensor_tree.tensors(output):
                     dynamo.observe(tensor, "activation", index, wants_gradient, self.hook_id, self.gate.step_id)
+                if self.reads_pairs:
+                    self._observe_pair(args, output)
         elif self.broken:
             self.observer.on_call(self)
         else:
             with profiler_label("activation"):
-                self.observer.on_output(self, output)
+                self.observer.on_output(self, output, args)
+
+    def _observe_pair(self, args: Any, output: Any) -> None:
+        found = tensor_tree.tensors(output)
+        if args and found and isinstance(args[0], Tensor) and args[0].shape == found[0][1].shape:
+            dynamo.observe_pair(args[0], found[0][1], found[0][0], self.hook_id, self.gate.step_id)
 
     def site_numbers(self, index: str) -> tuple[int, int]:
         """The site numbers of this output's activation and of its gradient."""

@@ -140,6 +140,7 @@ class HookManager:
             if self._collectors:
                 hooks[path].collects_outputs = self._collectors.wants(path, module)
                 hooks[path].collects_inputs = self._collectors.wants_inputs(path, module)
+                hooks[path].reads_pairs = self._collectors.wants_pairs(path)
             self._handles += self._register(hooks[path], module)
         self.hooks = hooks
         self.is_attached = bool(hooks)
@@ -199,6 +200,7 @@ class HookManager:
             if module is not None:
                 hook.collects_outputs = self._collectors.wants(path, module)
                 hook.collects_inputs = self._collectors.wants_inputs(path, module)
+                hook.reads_pairs = self._collectors.wants_pairs(path)
 
     def detach(self) -> None:
         """Leaves no hook on any module."""

@@ -219,7 +219,7 @@ class Observer:
 
     # What the hooks call.
 
-    def on_output(self, hook: ForwardHook, output: object) -> None:
+    def on_output(self, hook: ForwardHook, output: object, args: tuple[Any, ...] = ()) -> None:
         if is_traced():
             return
         report, step = self._report, self._step
@@ -235,7 +235,7 @@ class Observer:
                     self._outputs.read_evaluation(recorder, hook, output)
                 if step.context is not None and (recorder is self._recorder or provisional is not None):
                     forward = step.passes.note(provisional or step.passes.current())
-                    if self._outputs.read_output(step.context, forward, hook, output):
+                    if self._outputs.read_output(step.context, forward, hook, output, args):
                         self.placement.come_last(hook)  # parallelize_module registers its hooks after ours
         except Exception as problem:
             self._on_failure(hook, problem)
