@@ -272,7 +272,7 @@ def test_autocast_is_off_in_a_metric() -> None:
         loss.backward()
         w.step()
     assert w.latest is not None
-    assert w.latest.scalars["metric.wide/(root):residual"] == 1.0
+    assert w.latest.scalars["metric.dtype/head"] == 1.0
 
 
 def test_metrics_are_scalars_of_event_files(tmp_path: Path) -> None:
