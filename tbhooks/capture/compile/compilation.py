@@ -40,6 +40,8 @@ class Watching(Protocol):
 
     def detached(self) -> contextlib.AbstractContextManager[None]: ...
 
+    def mark_calls(self) -> None: ...
+
     def on_lost_code(self, code: CodeType, problem: BaseException, had_hooks: bool) -> None: ...
 
     def knows(self, module: nn.Module) -> bool: ...
@@ -106,7 +108,8 @@ def _compile_frame(frame: _Frame) -> Any:
     able = [] if frame.is_exported else [watching for watching in watches if frame.code not in watching.lost_in]
     if not able or frame.code is None or not is_patched():
         return _compile_without(frame, watches)
-    before = len(dynamo.traced)
+    before, running = len(dynamo.traced), list(dynamo.running_calls.stack)
+    without_taps = [watching for watching in able if not watching.gate.has_taps]
     reasons = _graph_breaks()
     had_hooks = {watching: watching.gate.was_compiled for watching in watches}
     try:
@@ -122,11 +125,17 @@ def _compile_frame(frame: _Frame) -> Any:
             (_with_hooks if traced else _without_hooks).add(frame.code)
             return result
     except Exception as caught:
+        found = [watching for watching in without_taps if watching.gate.has_taps]
+        for watching in found:
+            watching.mark_calls()
+        if found:
+            return _compile_frame(frame)
         traced, problem = dynamo.traced[before:], caught
         if not traced or not _may_be_ours(caught):
             raise
     finally:
         del dynamo.traced[before:]
+        dynamo.running_calls.stack = running
     result = _compile_without(frame, watches)  # raises if it is not because of us
     for watching in able:
         watching.on_lost_code(frame.code, problem, had_hooks[watching])
