@@ -39,7 +39,7 @@ class Difference:
     second: float
     share: float
     effect: float = 0.0
-    """The median distance of the runs since they differ, relative to the noise and to the usual size of the value in its role."""
+    """The median distance since they differ, relative to the noise and to the usual size of the value in its role."""
 
 
 @dataclass(frozen=True, slots=True)
