@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tbhooks.capture.autograd import profiler_label, without_dispatch_modes
+from tbhooks.capture.flight.recorder import FlightRecorder
 from tbhooks.capture.hooks.collectors import Profiles
 from tbhooks.capture.hooks.forward_event import ForwardEvent, Subscription
 from tbhooks.capture.hooks.observer import Observer
@@ -56,8 +57,9 @@ class CaptureSession:
         self.observer = Observer(model, selector, self.recorder, self, report)
         self.forwards = ForwardEvent(self._model, self.observer.gate, report)
         self._groups = GroupNumbers()
+        self.flight = FlightRecorder(self._model, self._groups, bursts, context.rank, report)
         self._scalars = StepScalars(
-            self._model, self.recorder, self.observer, self._groups, self.forwards, context, submit
+            self._model, self.recorder, self.observer, self._groups, self.forwards, self.flight, context, submit
         )
         self._packer = Packer(self._model, self.recorder, self._scalars, context, submit, report)
         self.parameters = ParameterReader(model, selector, self.recorder, self._groups, report)
@@ -65,8 +67,9 @@ class CaptureSession:
             mode, context.first_step, self._model, self.observer, self.parameters, self.forwards, self, report
         )
         self.scaler = ScalerReader(
-            self.observer, self.clock, self.recorder, self.parameters.gradients_unscaled, self._step_skipped, report
-        )
+            self.observer, self.clock, self.recorder, self.flight, self.parameters.gradients_unscaled,
+            self._step_skipped, report,
+        )  # fmt: skip
         self.tripwire = Tripwire()
         self.profiles = Profiles()
         self._evaluation: Evaluation | None = None
@@ -224,6 +227,14 @@ class CaptureSession:
                     self._bursts.is_on_trial = True
                     self._open_step(self.clock.count)
 
+    def dump(self, reason: str) -> None:
+        """Dumps the flight recorder: at once in the training thread, at the end of the step for another one."""
+        if threading.get_ident() != self._thread:
+            self.flight.request(reason)
+            return
+        with self.clock.lock:
+            self.flight.dump(reason, self.clock.count)
+
     def log(self, values: dict[str, Tensor | float]) -> None:
         """Logs scalars of the user, to the open step or to the one that has just ended."""
         with self._report.guarded("log"), self.clock.lock, profiler_label("log"):
@@ -246,6 +257,7 @@ class CaptureSession:
             elif label is not None:
                 self._last_label = label
                 ended.relabel(label)
+                self.flight.relabel(label)
 
     # Events, called by the clock, the scaler reader and the observer.
 
@@ -261,6 +273,8 @@ class CaptureSession:
         self.scaler.before_optimizer(optimizer)
         with without_dispatch_modes():
             self.tripwire.check(optimizer, self.clock.count)
+        if not self._pauses:
+            self.flight.before_optimizer(optimizer, has_closure, self.clock.count)
         self.replay.check(optimizer, self.clock.count)
         self._scalars.before_optimizer(optimizer, self.clock.count)
         if self.is_logging():
@@ -270,6 +284,8 @@ class CaptureSession:
                 self.parameters.before_optimizer(optimizer, has_closure)
 
     def after_optimizer(self, optimizer: Optimizer, has_closure: bool) -> None:
+        if not self._pauses:
+            self.flight.after_optimizer(optimizer, has_closure, self.clock.count)
         if self.is_logging():
             with without_dispatch_modes(), profiler_label("parameters"):
                 self.parameters.after_optimizer(optimizer, has_closure)
@@ -344,6 +360,7 @@ class CaptureSession:
         ended.close(label, self.recorder.scalar_tags)
         next_number = self.clock.count + 1
         if not self._pauses:
+            self.flight.step_ended(self.clock.count, label)
             self._bursts.begin(next_number + self._forward_is_compiled)
         self._step = Step(next_number, self._logged_steps.logs(next_number))
         if self._step.is_logged:
@@ -413,6 +430,7 @@ class CaptureSession:
         self.parameters.clear()
         self.observer.leave_out_unused()
         with without_dispatch_modes():
+            self.flight.add_to_copy(self.recorder)
             self.observer.units.log(self.recorder)
             self.observer.collectors.end(self.recorder)
         self.observer.end(keep_hooks)
