@@ -50,13 +50,14 @@ class Flights:
         burst_steps = check_integer("burst", burst, least=0)
         if not isinstance(on_signal, bool):
             raise ArgumentError(f"on_signal must be True or False, got {on_signal!r}")
-        if self._recorder.is_on:
+        if self._recorder.is_started:
             raise ArgumentError("flight_recorder() was called before: a watch has one")
         if not self._lifecycle.is_active:
             return
         if on_signal:
             self._handle_signal()
         self._recorder.start(length, detail, burst_steps, self._send)
+        self._session.samples.subscribe(self._recorder.samples)
         self._actions.on_finding(self._on_finding)
         self._lifecycle.at_end(self._at_end)
 
@@ -65,9 +66,9 @@ class Flights:
             raise ArgumentError(f"reason must be a text that says why, got {reason!r}")
         if not self._lifecycle.is_active:
             return
-        if not self._recorder.is_on:
+        if not self._recorder.is_started:
             raise ArgumentError("there is nothing to dump: call flight_recorder() first")
-        self._session.dump(reason)
+        self._recorder.dump(reason, self._session.clock.count)
 
     def _send(self, copy: FlightCopy) -> None:
         self._worker.submit(_FlightStep(copy, self.dumps.append))
@@ -82,7 +83,7 @@ class Flights:
         self._restore_signal()
         reason = _why_failed() if failed else None
         if reason is not None:
-            self._recorder.dump(reason, self._session.clock.count)
+            self._recorder.dump(reason, self._session.clock.count, at_end=True)
         if self._recorder.left_out:
             self._worker.submit(_Note((FlightsLeftOut(tuple(self._recorder.left_out)),), self._session.clock.count))
 

@@ -22,6 +22,7 @@ from tbhooks.capture.hooks.observer import Observer
 from tbhooks.capture.packed_step import PackedStep
 from tbhooks.capture.rank_context import RankContext
 from tbhooks.capture.recorder import Recorder
+from tbhooks.capture.scalars.step_samples import SampleCall, StepSamples
 from tbhooks.capture.scalars.step_scalars import StepScalars
 from tbhooks.capture.schedule import Bursts, LoggedSteps, Schedule
 from tbhooks.capture.selection import Selector, unwrap
@@ -45,7 +46,7 @@ class CaptureSession:
         mode: str, context: RankContext, submit: Callable[[PackedStep], None],
         on_nonfinite: Callable[[int, Replay], None], raise_if_asked: Callable[[], None], report: Report,
     ) -> None:  # fmt: skip
-        self._model, self._kinds = weakref.ref(unwrap(model)), kinds
+        self._model = weakref.ref(unwrap(model))
         self._rank, self._rank_group = context.rank, context.rank_group
         self._submit = submit
         self._report = report
@@ -61,6 +62,8 @@ class CaptureSession:
         self._scalars = StepScalars(
             self._model, self.recorder, self.observer, self._groups, self.forwards, self.flight, context, submit
         )
+        self.metrics = self._scalars.metrics
+        self.samples = StepSamples(self.recorder, self.observer, context, submit, report)
         self._packer = Packer(self._model, self.recorder, self._scalars, context, submit, report)
         self.parameters = ParameterReader(model, selector, self.recorder, self._groups, report)
         self.clock = Clock(
@@ -72,7 +75,9 @@ class CaptureSession:
         )  # fmt: skip
         self.tripwire = Tripwire()
         self.profiles = Profiles()
-        self._evaluation: Evaluation | None = None
+        self.evaluation = Evaluation(
+            self.observer, self.forwards, kinds, schedule.histograms is not False, self._submit_evaluation, report
+        )
         self.replay = Replay(self._model, self.observer, on_nonfinite, report)
         self._step = Step(context.first_step)
         self._ended: Step | None = None
@@ -165,7 +170,7 @@ class CaptureSession:
         """Removes every hook from the model, except those in compiled code, which do nothing then. Can be nested."""
         with self._report.guarded("pausing"), self.clock.lock:
             self._step_is_over()  # if the next step begins in the pause, no hook is called
-        self._pauses += 1
+        self._pauses, self.flight.is_paused = self._pauses + 1, True
         self.observer.detach()
         self.clock.pause()
         self.forwards.pause()
@@ -175,6 +180,7 @@ class CaptureSession:
     def resume(self) -> None:
         self._pauses -= 1
         if not self._pauses:
+            self.flight.is_paused = False
             self.clock.resume()
             self.forwards.resume()
             self.replay.start()
@@ -184,14 +190,6 @@ class CaptureSession:
                 self.observer.placement.attach()
 
     # Features that the user turns on, for the handle.
-
-    def read_evaluations(self) -> None:
-        """From now on evaluation passes are recorded, separately from training."""
-        if self._evaluation is None:
-            with_buckets = self.schedule.histograms is not False
-            self._evaluation = Evaluation(
-                self.observer, self.forwards, self._kinds, with_buckets, self._submit_evaluation, self._report
-            )
 
     def _submit_evaluation(self, recorder: Recorder) -> None:
         """Submits an evaluation after the training step that ended last, and with its label."""
@@ -210,10 +208,6 @@ class CaptureSession:
             self.forwards.subscribe(self._forward_begins, in_graph=True)
         self._scalars.means.every = every
 
-    def log_metrics(self, parts: frozenset[str]) -> None:
-        """From now on training metrics are logged: optimizer settings, throughput, memory."""
-        self._scalars.metrics.add_parts(parts)
-
     def burst(self, steps: int) -> None:
         """Logs so many steps from now on. If the training thread asks, the open step is the first, as long as none of
         its forwards has begun.
@@ -227,20 +221,14 @@ class CaptureSession:
                     self._bursts.is_on_trial = True
                     self._open_step(self.clock.count)
 
-    def dump(self, reason: str) -> None:
-        """Dumps the flight recorder: at once in the training thread, at the end of the step for another one."""
-        if threading.get_ident() != self._thread:
-            self.flight.request(reason)
-            return
-        with self.clock.lock:
-            self.flight.dump(reason, self.clock.count)
-
-    def log(self, values: dict[str, Tensor | float]) -> None:
-        """Logs scalars of the user, to the open step or to the one that has just ended."""
+    def log(self, values: dict[str, Tensor | float], call: SampleCall | None = None) -> None:
+        """Logs scalars and samples of the user, to the open step or to the one that has just ended."""
         with self._report.guarded("log"), self.clock.lock, profiler_label("log"):
             ended = self._step_taking_late_scalars
             for tag, value in values.items():
                 self._scalars.log(tag, value, self._step, ended)
+            if call is not None:
+                self.samples.add(call, self._step, ended)
             if ended is not None and ended.is_logged:
                 self._watch_next_forward()
                 if not self._scalars.means.is_due:  # the copy has waited for these scalars
@@ -273,8 +261,7 @@ class CaptureSession:
         self.scaler.before_optimizer(optimizer)
         with without_dispatch_modes():
             self.tripwire.check(optimizer, self.clock.count)
-        if not self._pauses:
-            self.flight.before_optimizer(optimizer, has_closure, self.clock.count)
+        self.flight.before_optimizer(optimizer, has_closure, self.clock.count)
         self.replay.check(optimizer, self.clock.count)
         self._scalars.before_optimizer(optimizer, self.clock.count)
         if self.is_logging():
@@ -284,8 +271,7 @@ class CaptureSession:
                 self.parameters.before_optimizer(optimizer, has_closure)
 
     def after_optimizer(self, optimizer: Optimizer, has_closure: bool) -> None:
-        if not self._pauses:
-            self.flight.after_optimizer(optimizer, has_closure, self.clock.count)
+        self.flight.after_optimizer(optimizer, has_closure, self.clock.count)
         if self.is_logging():
             with without_dispatch_modes(), profiler_label("parameters"):
                 self.parameters.after_optimizer(optimizer, has_closure)
@@ -342,6 +328,8 @@ class CaptureSession:
             self.observer.begin(attach=not self._pauses)
             for tag, value in self._step.early.items():
                 self.recorder.scalar(tag, value)
+            for part in self._step.early_parts:
+                self.recorder.part(part)
 
     def _close_step(self, label: int) -> None:
         """Closes the open step, or abandons it if it is not a logged one, and opens the next one."""
@@ -359,8 +347,8 @@ class CaptureSession:
         ended.is_logged = self.observer.seen is not None
         ended.close(label, self.recorder.scalar_tags)
         next_number = self.clock.count + 1
+        self.flight.step_ended(self.clock.count, label)
         if not self._pauses:
-            self.flight.step_ended(self.clock.count, label)
             self._bursts.begin(next_number + self._forward_is_compiled)
         self._step = Step(next_number, self._logged_steps.logs(next_number))
         if self._step.is_logged:
@@ -370,7 +358,7 @@ class CaptureSession:
                 self.observer.warn_if_blind(label)
             self._end_reading(keep_hooks=self._step.is_logged and not self._pauses)
             self.clock.logged_step_ended()
-            if self._scalars.is_used:
+            if self._scalars.is_used or self.samples.come_late:
                 self._watch_next_forward()
             if self._waits_with_its_copy:
                 return
@@ -416,7 +404,7 @@ class CaptureSession:
     def _waits_with_its_copy(self) -> bool:
         """Whether the copy of the step that has ended is delayed, for scalars that may still be logged to it."""
         is_held = self._rank_group is None and self.clock.mode != "forward" and not self._pauses
-        return is_held and self._scalars.may_come_late
+        return is_held and (self._scalars.may_come_late or self.samples.come_late)
 
     @property
     def _other_ranks_wait(self) -> bool:
@@ -458,6 +446,5 @@ class CaptureSession:
             self._ended.takes_late_scalars = False
 
     def _finish_evaluation(self) -> None:
-        if self._evaluation is not None:
-            self._evaluation.finish()
+        self.evaluation.finish()
         self._scalars.means.write_evaluation(self._last_label)

@@ -22,9 +22,13 @@ from tbhooks.data.stats import Floats
 FLIGHT = "flight"
 """The kind of the map of parameters by steps."""
 LOSS_TAG, NORM_TAG = "flight.loss", "flight.grad_norm"
+DIRECTORY, SUFFIX = "tbhooks-flights", ".flight"
+"""Where ranks that end alone write their dumps, in the directory of the run."""
 SampleId = int | str
 # Rows before a step that its numbers are compared with, at least.
 FEWEST_BEFORE = 8
+# So many spreads from the median before it, a number is what to look at: the first such step.
+FAR = 10.0
 # What a file may expand to: no ring is larger.
 LARGEST = 1 << 30
 _LENGTH = struct.Struct("<I")
@@ -98,12 +102,15 @@ class Flight:
         if bad.any():
             return int(np.flatnonzero(bad)[0])
         scores = np.maximum(_distances(self.loss, None), _distances(self.grad_norm, np.log))
+        far = np.flatnonzero(scores > FAR)
+        if len(far):
+            return int(far[0])
         return int(np.argmax(scores)) if np.isfinite(scores).any() else len(self.steps) - 1
 
     @property
     def suspect_step(self) -> int | None:
-        """The first step with a loss or gradient that is not finite; else the one that differs most from those before
-        it. None if the ring was empty.
+        """The first step with a loss or gradient that is not finite; else the first one that is far above those before
+        it, or the one that differs most. None if the ring was empty.
         """
         return None if self._suspect is None else int(self.steps[self._suspect])
 

@@ -16,10 +16,13 @@ from numpy.typing import NDArray
 from tensorboard.compat.proto import summary_pb2
 
 from tbhooks.data.errors import TbhooksError
+from tbhooks.data.flights import FLIGHT
 from tbhooks.data.frame import CHANNEL, EVALUATION, Finding, Frame, Site
+from tbhooks.data.samples import NO_SAMPLES, Samples
 from tbhooks.data.stats import WIDTH, Floats
 from tbhooks.runs.event_records import Progress, event_of_bytes, records, size_of
 from tbhooks.runs.scalars import ScalarLog, Series
+from tbhooks.runs.stored_flights import StoredFlights
 from tbhooks.runs.stored_frames import (
     LONGEST_NAME,
     Layout,
@@ -33,6 +36,8 @@ from tbhooks.runs.stored_frames import (
 )
 from tbhooks.sinks import jsonl
 from tbhooks.sinks.tensorboard import findings as finding_codec
+from tbhooks.sinks.tensorboard import flights as flight_codec
+from tbhooks.sinks.tensorboard import samples as sample_codec
 
 _FRAME_FILE_START = b'{"step":'
 # Histograms up to this total size are unpacked once while reading, to report damaged ones.
@@ -55,6 +60,7 @@ class _Step:
     counts: dict[str, PackedCounts] = field(default_factory=dict)
     findings: tuple[Finding, ...] = ()
     scalars: dict[str, float] = field(default_factory=dict)
+    samples: Samples = NO_SAMPLES
 
 
 @dataclass
@@ -121,6 +127,7 @@ class RunReader:
         self._newest = {evaluation: _NewestRun() for evaluation in (False, True)}
         self._newest_json = _NewestRun()
         self._files: list[_FileScalars] = []
+        self._flights = StoredFlights()
         self._has_frames = False
         """Whether the current file has frames."""
         self._since = 0
@@ -158,7 +165,7 @@ class RunReader:
             except ValueError as problem:
                 self.report(f"{path.name}: step {step}, {_short(value.tag)}: {_short(problem)}, skipped")
         if not kinds:
-            self._add_late_scalars(step, scalars)
+            self._add_late(step, scalars, frame.samples)
             return
         self._frame_tags.update(scalars)
         frame_kinds = [*frame.rows, *frame.counts] or kinds  # a finding may be about a site of another frame
@@ -167,14 +174,16 @@ class RunReader:
         if frame.rows and self._begins(step, evaluation, frame):
             in_new_file = self._newest[evaluation].in_new_file
             self._since = begin if in_new_file else before
+            self._flights.clear()
             self._steps = {key: known for key, known in self._steps.items() if in_new_file and known.file == path.name}
         self._steps[step, evaluation] = frame  # the last one counts if a step was logged again
         frame.scalars.update(scalars)
 
-    def _add_late_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Adds scalars that were written after their frame, but not the user's own."""
+    def _add_late(self, step: int, scalars: Mapping[str, float], samples: Samples) -> None:
+        """Adds samples and scalars that were written after their frame, but not the user's own."""
         frame = self._steps.get((step, False))
         if frame is not None:
+            frame.samples = samples or frame.samples
             tags = (tag for tag in scalars if tag.startswith(_FRAME_GROUPS) or tag in self._frame_tags)
             frame.scalars.update((tag, scalars[tag]) for tag in tags)
 
@@ -195,9 +204,17 @@ class RunReader:
         if value.tag == finding_codec.DATA_TAG:
             frame.findings = finding_codec.decode(b"".join(value.tensor.string_val[:1]))
             return [finding.site.kind for finding in frame.findings if finding.site is not None] or [""]
+        if value.tag == sample_codec.DATA_TAG:
+            frame.samples = sample_codec.decode(b"".join(value.tensor.string_val[:1]))
+            return []
+        if value.tag in (flight_codec.DATA_TAG, flight_codec.LEFT_OUT_TAG):
+            self._flights.add(value.tag, b"".join(value.tensor.string_val[:1]))
+            return []
         if has_layout(value):
             self._layouts[value.tag] = Layout.read(value.metadata)
         layout = self._layouts.get(value.tag)
+        if layout is not None and layout.kind == FLIGHT:  # its numbers are in the dumps
+            return []
         if layout is None:
             if value.tag.startswith("tbhooks/") and not belongs_to_other_plugin(value):
                 raise ValueError("unknown tag (no metadata)")
@@ -217,6 +234,11 @@ class RunReader:
         begins = self._newest[evaluation].begins(step, frame.time, frame.file)
         return begins and (not evaluation or not self._newest[False].count)
 
+    @property
+    def flights(self) -> StoredFlights:
+        """The dumps of the flight recorder."""
+        return self._flights
+
     # --- JSON Lines files ---
 
     def read_frames(self, path: Path) -> None:
@@ -233,7 +255,8 @@ class RunReader:
                 key = frame.step, frame.is_evaluation
                 earlier = self._json_frames.get(key)
                 if earlier is not None and not frame.sites:  # scalars that were written after their frame
-                    frame = replace(earlier, scalars={**earlier.scalars, **frame.scalars})  # noqa: PLW2901
+                    samples = frame.samples or earlier.samples
+                    frame = replace(earlier, scalars={**earlier.scalars, **frame.scalars}, samples=samples)  # noqa: PLW2901
                 self._json_frames[key] = frame
             if not _ends_with_newline(path):
                 self.report(f"{path.name}: cut short in its last line, the last step may be missing")
@@ -282,6 +305,7 @@ class RunReader:
             number, step.time, 0, self._sites_of(list(chosen.values())),
             np.concatenate(values) if values else np.zeros((0, WIDTH)),
             np.zeros((sum(map(len, values)), 0), dtype=np.int64), step.findings, step.scalars,
+            samples=step.samples,
         )  # fmt: skip
         counts = {kind: packed for kind, packed in step.counts.items() if kind in chosen}
         fitting = {kind: packed for kind, packed in counts.items() if packed.sites == len(chosen[kind][0].sites)}

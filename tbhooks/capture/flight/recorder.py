@@ -7,6 +7,7 @@ step ends: one copy to the host, of which the background thread makes a `Flight`
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ from tbhooks.capture.flight.ring import DeviceRing
 from tbhooks.capture.flight.rows import FOUND_INF, UNSCALE, FlightCopy, RingCopy, Row
 from tbhooks.capture.packed_step import Read
 from tbhooks.capture.recorder import Recorder
+from tbhooks.capture.scalars.step_samples import WorstSamples
 from tbhooks.capture.schedule import Bursts
 from tbhooks.capture.step.optimizer_round import GroupNumbers
 from tbhooks.data.artifacts import Artifact
@@ -57,7 +59,7 @@ class FlightRecorder:
     def __init__(
         self, model: weakref.ref[nn.Module], groups: GroupNumbers, bursts: Bursts, rank: int, report: Report
     ) -> None:
-        self.is_on = False
+        self.is_started = self.is_paused = False
         self.left_out: list[str] = []
         """The reasons of dumps that were not made, because there were too many."""
         self._groups, self._bursts, self._rank, self._report = groups, bursts, rank, report
@@ -75,6 +77,7 @@ class FlightRecorder:
         self._dumps = self._bytes = 0
         self._dumped_until = -1
         self._rows_since_automatic: int | None = None
+        self._thread = 0
         # The newest row that the monitor knows.
         self._monitored = -1
 
@@ -84,7 +87,13 @@ class FlightRecorder:
         self._rows = deque(maxlen=steps)
         self._open = None
         self._rings = {}
-        self.is_on = True
+        self._thread = threading.get_ident()
+        self.is_started = True
+
+    @property
+    def is_on(self) -> bool:
+        """Whether steps are recorded now."""
+        return self.is_started and not self.is_paused
 
     # Rows, in the training thread.
 
@@ -118,12 +127,31 @@ class FlightRecorder:
                 ended = self._rows[-1] if is_late and self._rows else None
                 self._write(ended if ended is not None and not ended.has(tag) else self._row(step), tag, value)
 
+    def samples(self, worst: WorstSamples, step: int) -> None:
+        """The user has shown the values of samples; `step` is the number of the step they belong to."""
+        if not self.is_on:
+            return
+        with self._report.guarded("flight recorder"), torch.no_grad():
+            row = self._rows[-1] if self._rows and self._rows[-1].number == step else self._row(step)
+            ring, device = self._ring(worst.values), worst.values.device
+            known = row.samples if row.samples is not None and row.samples[0] == device else None
+            batch = None if known is None else known[2]
+            positions = worst.positions // worst.per_sample
+            ids = worst.ids if worst.ids is not None else positions + worst.first // worst.per_sample
+            if worst.host_ids is not None:
+                ids, batch = positions + len(batch or ()), (*(batch or ()), *worst.host_ids)
+            if known is None:
+                count = ring.write_samples(row.slot, worst.values, ids)
+            else:
+                count = ring.merge_samples(row.slot, known[1], worst.values, ids)
+            row.samples = device, count, batch
+
     def step_ended(self, step: int, label: int) -> None:
         """Completes the row of the step, and makes the dump that was requested, if any."""
         if self.is_on:
             with self._report.guarded("flight recorder"), without_dispatch_modes():
                 row = self._row(step)
-                row.label, self._open = label, None
+                row.label, self._open, self._thread = label, None, threading.get_ident()
                 for device, ring in self._rings.items():
                     ring.finish(row.slot, row.ends.get(device, 0))
                 self._rows.append(row)
@@ -236,12 +264,14 @@ class FlightRecorder:
 
     def request(self, reason: str, *, is_automatic: bool = False) -> None:
         """Asks for a dump at the end of the running step. Any thread may call it, and a signal handler."""
-        if self.is_on:
+        if self.is_started:
             self._requests.append(Request(reason, is_automatic))
 
-    def dump(self, reason: str, step: int) -> None:
-        """Dumps now, in the training thread."""
+    def dump(self, reason: str, step: int, *, at_end: bool = False) -> None:
+        """Dumps now in the training thread, or `at_end`; for another thread when the step ends."""
         self.request(reason)
+        if threading.get_ident() != self._thread and not at_end:
+            return
         with self._report.guarded("flight recorder"), without_dispatch_modes():
             self._dump_requested(step)
 

@@ -58,12 +58,20 @@ class DeviceRing:
         return True
 
     def write_samples(self, slot: int, values: Tensor, ids: Tensor) -> int:
-        """Writes the largest values and their ids into a row. Returns how many."""
+        """Writes the largest values, sorted, and their ids into a row. Returns how many."""
         count = min(len(values), SAMPLES)
         start = self.norms + MOST_NUMBERS
         self._rows[slot][start : start + count].copy_(values[:count])
         self._id_rows[slot][:count].copy_(ids[:count])
         return count
+
+    def merge_samples(self, slot: int, count: int, values: Tensor, ids: Tensor) -> int:
+        """Merges more samples with the first `count` of a row, and keeps the largest."""
+        start = self.norms + MOST_NUMBERS
+        values = torch.cat([self._rows[slot][start : start + count], values.to(torch.float32)])
+        ids = torch.cat([self._id_rows[slot][:count], ids])
+        largest, order = values.topk(min(len(values), SAMPLES))
+        return self.write_samples(slot, largest, ids[order])
 
     def packed(self) -> Tensor:
         """All rows as bytes in one tensor, for one copy."""

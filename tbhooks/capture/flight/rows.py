@@ -38,9 +38,9 @@ class Row:
     """Scalars that the host knows."""
     on_device: dict[str, torch.device] = field(default_factory=dict)
     """The device of each other scalar."""
-    samples: tuple[torch.device, int, tuple[SampleId, ...] | None, int] | None = None
-    """The device and the number of its samples, the ids of the batch if the host knows them, and how many values a
-    sample has."""
+    samples: tuple[torch.device, int, tuple[SampleId, ...] | None] | None = None
+    """The device and the number of its samples. If the host knows the ids of the batch, those: then the ids in the ring
+    are positions among them."""
 
     def has(self, tag: str) -> bool:
         return tag in self.host or tag in self.on_device
@@ -128,8 +128,8 @@ class FlightCopy:
     ) -> tuple[tuple[SampleId, float], ...]:
         if row.samples is None:
             return ()
-        device, count, batch, per_sample = row.samples
+        device, count, batch = row.samples
         values, ids = arrays[device]
         start = self.rings[device].norms + MOST_NUMBERS
         worst = zip(ids[row.slot, :count].tolist(), values[row.slot, start : start + count].tolist(), strict=True)
-        return tuple((one if batch is None else batch[one // per_sample], value) for one, value in worst)
+        return tuple((one if batch is None else batch[one], value) for one, value in worst)
