@@ -182,7 +182,9 @@ class FlightRecorder:
 
     def _write_norms(self, row: Row, optimizer: Optimizer) -> None:
         with profiler_label("flight"):
-            for columns, norms in self._gradients.read(optimizer):
+            found = self._gradients.read(optimizer)
+            self._check_size()
+            for columns, norms in found:
                 if self._is_global:
                     columns, norms = (), [torch.linalg.vector_norm(torch.stack(norms))]  # noqa: PLW2901
                 ring, device = self._ring(norms[0]), norms[0].device
@@ -195,8 +197,8 @@ class FlightRecorder:
                     row.ends[device] = start + len(norms)
                 ring.write_norms(row.slot, start, norms)
 
-    def _ring(self, like: Tensor) -> DeviceRing:
-        """The ring on the device of a tensor. If parameters were added to the model, the ring starts again."""
+    def _check_size(self) -> None:
+        """If parameters were added to the model, the rings start again, with room for them."""
         if len(self._gradients.names) > self._capacity or not self._capacity:
             self._gradients.find_parameters()
             self._capacity = max(len(self._gradients.names), 1)
@@ -211,6 +213,10 @@ class FlightRecorder:
             self._rows.clear()
             if self._open is not None:
                 self._open.segments, self._open.ends, self._open.on_device = [], {}, {}
+
+    def _ring(self, like: Tensor) -> DeviceRing:
+        """The ring on the device of a tensor."""
+        self._check_size()
         if like.device not in self._rings:
             self._rings[like.device] = DeviceRing(like, self._steps + 1, self._capacity)
         return self._rings[like.device]
