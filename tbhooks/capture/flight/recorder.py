@@ -39,6 +39,7 @@ MOST_DUMPS = 16
 MOST_BYTES = 64 << 20
 # A larger ring keeps only global numbers.
 LARGEST_RING = 64 << 20
+MOST_REASONS = 3
 MOST_SCALARS = "a row of the flight recorder has no room for more scalars on a device; some are left out"
 
 Send = Callable[[FlightCopy], None]
@@ -291,7 +292,7 @@ class FlightRecorder:
         since = self._rows_since_automatic
         if not asked and since is not None and since < self._steps // 4:
             return  # the same accident: most of its rows are in the last dump
-        reason = "; ".join(dict.fromkeys(request.reason for request in asked or requests))
+        reason = _joined([request.reason for request in asked or requests])
         size = sum(ring.nbytes for ring in self._rings.values())
         if self._dumps >= MOST_DUMPS or self._bytes + size > MOST_BYTES:
             self.left_out.append(f"step {step}: {reason}")
@@ -323,6 +324,13 @@ class FlightRecorder:
             step, self._rank, reason, [_frozen(row) for row in rows], list(self._gradients.names), rings, new_after,
             model_note,
         )  # fmt: skip
+
+
+def _joined(reasons: Sequence[str]) -> str:
+    """The first reasons, and how many more there are."""
+    distinct = list(dict.fromkeys(reasons))
+    more = f"; and {len(distinct) - MOST_REASONS} more" if len(distinct) > MOST_REASONS else ""
+    return "; ".join(distinct[:MOST_REASONS]) + more
 
 
 def _frozen(row: Row) -> Row:

@@ -116,7 +116,7 @@ class FlightCopy:
         for tag in (UNSCALE, FOUND_INF):
             scalars.pop(tag, None)
             logged.pop(tag, None)
-        with_norms = [] if not len(norms) else np.flatnonzero(~np.isnan(norms).all(axis=0)).tolist()
+        with_norms = [] if not len(norms) else [int(j) for j in np.flatnonzero(~np.isnan(norms).all(axis=0))]
         return Flight(
             self.step, self.time, self.rank, self.reason, np.array([row.label for row in self.rows], dtype=np.int64),
             scalars, tuple(self.names[j] for j in with_norms), norms[:, with_norms], np.sqrt(squares), logged,
@@ -131,5 +131,5 @@ class FlightCopy:
         device, count, batch = row.samples
         values, ids = arrays[device]
         start = self.rings[device].norms + MOST_NUMBERS
-        worst = zip(ids[row.slot, :count].tolist(), values[row.slot, start : start + count].tolist(), strict=True)
+        worst = zip(map(int, ids[row.slot, :count]), map(float, values[row.slot, start : start + count]), strict=True)
         return tuple((one if batch is None else batch[one], value) for one, value in worst)

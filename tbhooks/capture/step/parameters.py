@@ -17,7 +17,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from tbhooks.capture import selection, sharded_tensors
-from tbhooks.capture.recorder import NO_SITE, Recorder, Wanted, can_be_one_of_many
+from tbhooks.capture.recorder import NO_SITE, Recorder, Wanted, can_be_one_of_many, can_be_together
 from tbhooks.capture.step.grad_norm import total_norm
 from tbhooks.capture.step.optimizer_round import GroupNumbers, parameter_ids
 from tbhooks.capture.step.weight_snapshots import WeightSnapshots
@@ -44,7 +44,7 @@ class _Batch:
     """Tensors that are reduced or copied together."""
 
     by_kernel: list[Wanted] = field(default_factory=list)
-    small: list[batched.Wanted] = field(default_factory=list)
+    together: list[batched.Wanted] = field(default_factory=list)
     clones: dict[int, Tensor] = field(default_factory=dict)
 
 
@@ -172,7 +172,7 @@ class ParameterReader:
         finally:
             if self._recorder.record_all(batch.by_kernel):
                 self._snapshots.commit()
-            self._recorder.record_together(batch.small)
+            self._recorder.record_together(batch.together)
             self._snapshots.clone(batch.clones)
 
     def _keys(self, optimizer: Optimizer) -> list[int]:
@@ -223,8 +223,8 @@ class ParameterReader:
             is_unread, copies = False, slot is None
         if copies:
             batch.clones[key] = parameter
-        if is_unread and batched.fits(parameter):
-            batch.small.append((site, parameter, None, None))
+        if is_unread and can_be_together(parameter):
+            batch.together.append((site, parameter, None, None))
         elif is_unread and self._recorder.record(site, parameter) is None:
             why = f"{describe(parameter)}: only real numbers have statistics"
             self._report.mark_unseen(f"weight/{self._paths[key]}", why)
@@ -236,8 +236,8 @@ class ParameterReader:
             batch.by_kernel.append((site, parameter, NULL, slot))
             return
         before = self._snapshots.take(key)
-        if before is not None and batched.fits(parameter):
-            batch.small.append((site, parameter, before, None))
+        if before is not None and can_be_together(parameter):
+            batch.together.append((site, parameter, before, None))
         elif before is not None:
             self._recorder.record_difference(site, parameter.detach(), before)
 
@@ -259,7 +259,7 @@ class ParameterReader:
             self._report.mark_unseen(name, describe(gradient))
         elif scale is None and can_be_one_of_many(local):
             batch.by_kernel.append((site, local, NULL, NULL))
-        elif batched.fits(local):
-            batch.small.append((site, local, None, scale))
+        elif can_be_together(local):
+            batch.together.append((site, local, None, scale))
         else:
             self._recorder.record(site, local, scale)
