@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -26,6 +27,8 @@ from tbhooks.data.flights import Flight
 from tbhooks.data.frame import Finding, Frame
 from tbhooks.data.self_report import describe_exception
 from tbhooks.delivery.worker import Worker
+from tbhooks.distributed.flights import FlightExchange
+from tbhooks.sinks.remote import is_remote
 
 # With fewer steps there is nothing to compare with.
 FEWEST_STEPS = 8
@@ -39,6 +42,7 @@ class Flights:
         self.dumps: list[Flight] = []
         self._session, self._worker, self._lifecycle, self._actions = session, worker, lifecycle, actions
         self._before: Any = None
+        self._exchange: FlightExchange | None = None
 
     @property
     def _recorder(self) -> FlightRecorder:
@@ -57,6 +61,12 @@ class Flights:
         if on_signal:
             self._handle_signal()
         self._recorder.start(length, detail, burst_steps, self._send)
+        group, sinks = self._lifecycle.context.rank_group, self._lifecycle.run_directory
+        if group is not None:
+            directory = None if sinks is None or is_remote(sinks) else Path(sinks).absolute()
+            rank = self._lifecycle.context.rank
+            self._exchange = FlightExchange(rank, group.world, self._recorder.request, self._say, directory)
+            self._worker.add_poll(self._exchange.poll)
         self._session.samples.subscribe(self._recorder.samples)
         self._actions.on_finding(self._on_finding)
         self._lifecycle.at_end(self._at_end)
@@ -71,7 +81,18 @@ class Flights:
         self._recorder.dump(reason, self._session.clock.count)
 
     def _send(self, copy: FlightCopy) -> None:
-        self._worker.submit(_FlightStep(copy, self.dumps.append))
+        self._worker.submit(_FlightStep(copy, self._keep))
+
+    def _keep(self, flight: Flight) -> None:
+        """In the background thread."""
+        self.dumps.append(flight)
+        if self._exchange is not None:
+            self._exchange.dumped(flight)
+
+    def _say(self, left_out: str) -> None:
+        """Writes what is missing in the run."""
+        self._lifecycle.report.log_once(f"flight recorder: {left_out}")
+        self._worker.submit(_Note((FlightsLeftOut((left_out,)),), self._session.clock.count))
 
     def _on_finding(self, finding: Finding) -> None:
         if finding.severity != "info":
@@ -84,6 +105,9 @@ class Flights:
         reason = _why_failed() if failed else None
         if reason is not None:
             self._recorder.dump(reason, self._session.clock.count, at_end=True)
+        if self._exchange is not None:
+            with self._lifecycle.report.guarded("dumps of other ranks"):
+                self._exchange.close()
         if self._recorder.left_out:
             self._worker.submit(_Note((FlightsLeftOut(tuple(self._recorder.left_out)),), self._session.clock.count))
 

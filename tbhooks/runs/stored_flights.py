@@ -28,7 +28,7 @@ class StoredFlights:
         reasons = json.loads(content)
         if not isinstance(reasons, list):
             raise ValueError("not a list of dumps")
-        self.left_out = [str(reason) for reason in reasons]
+        self.left_out += [str(reason) for reason in reasons]
 
     def clear(self) -> None:
         """Another run begins."""
