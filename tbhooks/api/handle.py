@@ -12,6 +12,7 @@ from torch import Tensor
 from tbhooks.api import validation
 from tbhooks.api.extras import Extras
 from tbhooks.api.finding_actions import FindingActions
+from tbhooks.api.flights import Flights
 from tbhooks.api.lifecycle import Lifecycle
 from tbhooks.capture.compile.dynamo import dynamo_disable
 from tbhooks.capture.session import CaptureSession
@@ -20,6 +21,7 @@ from tbhooks.collectors import channels, embeddings, images
 from tbhooks.data.display import display, mimebundle
 from tbhooks.data.errors import ArgumentError, check_integer
 from tbhooks.data.findings import Findings
+from tbhooks.data.flights import Flight
 from tbhooks.data.frame import Finding, Frame
 from tbhooks.data.history import History
 from tbhooks.data.self_report import Stats
@@ -65,6 +67,7 @@ class Watch:
         self._kinds = kinds
         self._make_sinks = make_sinks
         self._extras = Extras(session, worker, lifecycle, lifecycle.report)
+        self._flights = Flights(session, worker, lifecycle, actions)
 
     # Training.
 
@@ -154,7 +157,7 @@ class Watch:
         if self._lifecycle.is_writing:  # ranks evaluate at different times, so their evaluations are not merged
             if writer is not None:
                 self._lifecycle.send_evaluations_to(self._make_sinks(writer))
-            self._session.read_evaluations()
+            self._session.evaluation.enable()
         return self
 
     def log_every(self, n: int) -> Self:
@@ -313,6 +316,40 @@ class Watch:
         steps = check_integer("n", n)
         if self._lifecycle.is_writing:
             self._session.burst(steps)
+
+    def flight_recorder(
+        self, steps: int = 256, *, detail: str = "parameters", on_signal: bool = False, burst: int = 20
+    ) -> Self:
+        """Keeps a few numbers of each of the last `steps` steps on the device, and writes them when something happens.
+
+        A row has the numbers given to `log`, the norm of every parameter's gradient, learning rates and loss scale:
+        one foreach call a step, no copy, no synchronization. It is copied to the host once (a dump) when a rule finds
+        a warning or an error, when the loss or the gradient norm of any step is not finite or leaves its recent range
+        (known at the next logged step), when an exception or SIGTERM ends the training, by `dump()`, and at SIGUSR1
+        with `on_signal=True`. After a dump that nobody asked for the next `burst` steps are logged in full.
+
+        `detail="global"` keeps only the norm of all gradients together. A run has at most 16 dumps and 64 MB of them.
+        `flights` has the dumps, and so has `runs.read(...).flights`; docs/flight-recorder.md says more. Raises an
+        `ArgumentError` if an argument is not accepted, or if it is called twice.
+        """
+        self._lifecycle.check_open()
+        self._flights.start(steps, detail, on_signal, burst)
+        return self
+
+    @dynamo_disable
+    def dump(self, reason: str) -> None:
+        """Writes the last steps of the flight recorder now. Called by another thread, when the running step ends.
+
+        `reason` is written with it. Raises an `ArgumentError` without `flight_recorder()`.
+        """
+        self._lifecycle.check_open()
+        self._flights.dump(reason)
+
+    @property
+    def flights(self) -> list[Flight]:
+        """The dumps of the flight recorder so far, oldest first. Waits as `history` does."""
+        self._lifecycle.catch_up()
+        return list(self._flights.dumps)
 
     # Findings.
 

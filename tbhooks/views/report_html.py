@@ -47,6 +47,7 @@ def page(run: Run) -> str:
         f'<body class="tbhooks"><h1>{html.escape(str(run.directory))}</h1>',
         _summary(run),
         _findings(run),
+        _flights(run),
         _problems(run),
         _scalars(run),
         _heat_maps(run_grids(run)),
@@ -69,6 +70,12 @@ def _findings(run: Run) -> str:
     blocks = [findings.block(finding, f"finding-{i}") for i, finding in enumerate(by_severity(run), start=1)]
     none = html.paragraph(f"{findings.NONE_FOUND.capitalize()}.", css="")
     return '<h2 id="findings">Findings</h2>' + ("".join(blocks) or none)
+
+
+def _flights(run: Run) -> str:
+    texts = [str(flight) for flight in run.flights]
+    left_out = [f"left out: {reason}" for reason in run.flights_left_out]
+    return f'<h2 id="flights">Flight recorder</h2>{html.bullets([*texts, *left_out])}' if texts or left_out else ""
 
 
 def _problems(run: Run) -> str:
