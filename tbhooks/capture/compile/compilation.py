@@ -88,9 +88,21 @@ def is_unpatched_for(watching: Watching) -> bool:
 
 
 def _compile(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Wraps torch._dynamo.convert_frame._compile."""
+    """Wraps torch._dynamo.convert_frame._compile. Only what the compiler itself raises reaches the user."""
+    frame: _Frame | None = None
+    try:
+        frame = _Frame(wrapped, args, kwargs)
+        return _compile_frame(frame)
+    except Exception as problem:
+        if frame is not None and problem is frame.raised:
+            raise
+        dynamo.note_failure("compiling with hooks", problem)
+    return wrapped(*args, **kwargs)
+
+
+def _compile_frame(frame: _Frame) -> Any:
+    """With the hooks of all watches, or without those that the code cannot be compiled with."""
     watches = list(_watches)
-    frame = _Frame(wrapped, args, kwargs)
     if frame.is_ours:
         return _skip()
     able = [] if frame.is_exported else [watching for watching in watches if frame.code not in watching.lost_in]
@@ -165,6 +177,8 @@ class _Frame:
         self.code: CodeType | None = None
         self.locals: dict[str, Any] = {}
         self.is_exported = False
+        self.raised: BaseException | None = None
+        """What the compiler raised at its last call."""
         with contextlib.suppress(TypeError, ValueError):
             given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
             if isinstance(given.get("code"), CodeType) and isinstance(given.get("locals"), dict):
@@ -177,7 +191,12 @@ class _Frame:
         return self.code is not None and self.code.co_filename.startswith(_OURS)
 
     def compile(self) -> Any:
-        return self._wrapped(*self._args, **self._kwargs)
+        self.raised = None
+        try:
+            return self._wrapped(*self._args, **self._kwargs)
+        except BaseException as problem:
+            self.raised = problem
+            raise
 
     def is_of_other_model(self, watches: list[Watching]) -> bool:
         """Whether it is the forward of an unwatched module whose class also occurs in a watched model."""

@@ -173,9 +173,14 @@ def _collect_failures(where: str) -> Iterator[None]:
     try:
         yield
     except Exception as problem:
-        if len(failures) < MOST_FAILURES:
-            failures.append((where, problem))
-            logger.debug("%s", where, exc_info=problem)
+        note_failure(where, problem)
+
+
+def note_failure(where: str, problem: Exception) -> None:
+    """Every watch reports it after its next logged step."""
+    if len(failures) < MOST_FAILURES:
+        failures.append((where, problem))
+        logger.debug("%s", where, exc_info=problem)
 
 
 _library: Any = torch.library.Library("tbhooks", "DEF")  # type: ignore[no-untyped-call]
