@@ -24,8 +24,8 @@ from tbhooks.reduction import batched, cpu, histogram, torch_rows, triton
 from tbhooks.reduction.cpu import Address
 from tbhooks.reduction.finalize import Block
 
-# Torch reductions make temporaries of 40 bytes an element: larger tensors are reduced in parts of at least this length,
-# and so few that a tensor of 100 million elements takes less than a hundred launches.
+# Torch reductions make temporaries of 44 bytes an element: larger tensors are reduced in parts of at least this length,
+# and in so few parts that a tensor of 100 million elements takes some 130 launches, not thousands.
 PART = 1 << 20
 MOST_PARTS = 7
 # Bucket counts are 32-bit integers.

