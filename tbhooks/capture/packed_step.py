@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tbhooks.data import rank_spread, stats
 from tbhooks.data.artifacts import Artifact
-from tbhooks.data.frame import GRADIENT_NORM, NONFINITE_SINCE, RAW_GRADIENT_NORM, Frame, Site
+from tbhooks.data.frame import GRADIENT_NORM, NONFINITE_SINCE, RAW_GRADIENT_NORM, SAMPLED, Frame, Site
 from tbhooks.data.step_table import PARAMETER_KINDS, UNKNOWN_SHARD, UNSHARDED, MergedStep, StepTable
 from tbhooks.reduction import finalize
 
@@ -106,6 +106,8 @@ class PackedStep:
     earlier: dict[int, Scalars]
     shards: Mapping[Site, tuple[int, int]] = field(default_factory=dict)
     """Of tensors that are sharded over ranks, which shard was read, and of how many."""
+    sampled: Mapping[Site, int] = field(default_factory=dict)
+    """Of tensors of which only a sample was read, the number of their elements."""
     group: int = 0
     """The lowest of the ranks that worked on the same batch."""
     merge: Merge | None = None
@@ -177,11 +179,26 @@ class PackedStep:
             host_counts = {i: copy.counts() for i, copy in self.copies.items()}
             counts = stats.merge_counts(_gather(host_counts, record, stats.BUCKETS), owner, len(order))
         sites = [self.sites[number] for number in order]
+        values = stats.merge(_gather(rows, record, stats.WIDTH), owner, len(order))
+        scalars = {**_read(self.scalars, rows), **self._extrapolate(sites, values, counts)}
         return StepTable(
-            self.step, sites, stats.merge(_gather(rows, record, stats.WIDTH), owner, len(order)), counts,
-            np.array([self._shard(site) for site in sites], dtype=np.int64).reshape(-1, 2), _read(self.scalars, rows),
+            self.step, sites, values, counts,
+            np.array([self._shard(site) for site in sites], dtype=np.int64).reshape(-1, 2), scalars,
             {step: _read(scalars, rows) for step, scalars in self.earlier.items()}, self.group,
         )  # fmt: skip
+
+    def _extrapolate(self, sites: Sequence[Site], values: stats.Floats, counts: stats.Counts) -> dict[str, float]:
+        """Scales the rows and counts of samples to their whole tensors, in place. Returns the scalars that mark them:
+        which fraction of the elements was read.
+        """
+        marks = {}
+        for i, site in enumerate(sites):
+            read = values[i, stats.COUNT]
+            if site in self.sampled and read:
+                counts[i] = np.round(counts[i] * (self.sampled[site] / read))
+                values[i] = stats.extrapolated(values[i], self.sampled[site])
+                marks[SAMPLED + site.name] = float(read / self.sampled[site])
+        return marks
 
     def _shard(self, site: Site) -> tuple[int, int]:
         return self.shards.get(site, UNSHARDED if site.kind in PARAMETER_KINDS else UNKNOWN_SHARD)

@@ -104,6 +104,7 @@ class Recorder:
         self._owners: dict[int, object] = {}
         self.shards: dict[Site, tuple[int, int]] = {}
         """Of tensors that are sharded over ranks, which shard is on this rank, and of how many."""
+        self._sampled: dict[Site, int] = {}
         self._scalars: Scalars = {}
         self._earlier: dict[int, Scalars] = {}
         self._artifact_builders: list[ArtifactBuilder] = []
@@ -135,7 +136,7 @@ class Recorder:
         """Forgets what was recorded so far; waits for a tensor that is being read in another thread."""
         with self._lock:
             self.calls, self._scalars, self._earlier, self._artifact_builders = [], {}, {}, []
-            self._owners = {}
+            self._owners, self._sampled = {}, {}
             for buffer in self._buffers:
                 buffer.reset()
 
@@ -205,12 +206,18 @@ class Recorder:
                     batched.count(made, [buffer.counts(record) for record in records])
                 self.calls += [(want[0], (number, i, i + 1)) for want, i in zip(group, records, strict=True)]
 
-    def record_difference(self, site: int, after: Tensor, before: Tensor) -> None:
-        """Reduces `after - before` for a site; `before` may be overwritten."""
+    def record_difference(self, site: int, after: Tensor, before: Tensor, whole: int | None = None) -> None:
+        """Reduces `after - before` for a site; `before` may be overwritten.
+
+        `whole` is given for a sample: the number of elements of the tensor that it was taken from.
+        """
         with self._lock, torch.no_grad():
-            span = self._record_dense(torch_rows.difference(after, before), None)
-            if span is not None:
-                self.calls.append((site, span))
+            for one, other in torch_rows.parts_to_subtract(after, before, PART):
+                span = self._record_dense(torch_rows.difference(one, other), None)
+                if span is not None:
+                    self.calls.append((site, span))
+            if whole is not None:
+                self._sampled[self.sites[site]] = whole
 
     def share(self, site: int, span: Span, owner: object = None) -> None:
         """Gives a site what was already reduced for another."""
@@ -297,7 +304,7 @@ class Recorder:
             copies = {i: copy_out(buffer) for i, buffer in enumerate(self._buffers) if not buffer.is_empty}
             packed = PackedStep(
                 step, time.time(), rank, self.sites[:], self._shown, self.with_buckets,
-                copies, self.calls, self._scalars, self._earlier, dict(self.shards),
+                copies, self.calls, self._scalars, self._earlier, dict(self.shards), self._sampled,
                 artifact_builders=self._artifact_builders,
             )  # fmt: skip
             self.restart()

@@ -76,6 +76,19 @@ def merge(values: Floats, owner: NDArray[np.intp], n: int) -> Floats:
     return merged
 
 
+def extrapolated(row: Floats, count: int) -> Floats:
+    """The row of a sample as an estimate of the row of the whole tensor, which has `count` elements.
+
+    Means and extremes stay those of the sample; sums and the numbers of zeros, NaN and infinities grow with the count.
+    """
+    whole = row.copy()
+    scale = count / row[COUNT]
+    whole[M2] *= scale
+    whole[[ZEROS, NANS, INFS]] = np.round(row[[ZEROS, NANS, INFS]] * scale)
+    whole[COUNT] = count
+    return whole
+
+
 def merge_counts(counts: Counts, owner: NDArray[np.intp], n: int) -> Counts:
     """Adds up bucket counts by owner."""
     merged = np.zeros((n, counts.shape[1]), dtype=np.int64)

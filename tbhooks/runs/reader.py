@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from tensorboard.compat.proto import summary_pb2
 
 from tbhooks.data.errors import TbhooksError
-from tbhooks.data.frame import CHANNEL, EVALUATION, Finding, Frame, Site
+from tbhooks.data.frame import CHANNEL, EVALUATION, SAMPLED, Finding, Frame, Site
 from tbhooks.data.stats import WIDTH, Floats
 from tbhooks.runs.event_records import Progress, event_of_bytes, records, size_of
 from tbhooks.runs.scalars import ScalarLog, Series
@@ -210,6 +210,7 @@ class RunReader:
             frame.counts[layout.kind] = counts
         else:
             frame.rows[layout.kind] = layout, rows_of(value, layout)
+            frame.scalars |= {SAMPLED + name: fraction for name, fraction in layout.sampled.items()}
         return [layout.kind]
 
     def _begins(self, step: int, evaluation: bool, frame: _Step) -> bool:

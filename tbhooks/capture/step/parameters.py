@@ -18,14 +18,21 @@ from torch.optim import Optimizer
 
 from tbhooks.capture import selection, sharded_tensors
 from tbhooks.capture.recorder import NO_SITE, Recorder, Wanted, can_be_one_of_many
+from tbhooks.capture.step import weight_sample
 from tbhooks.capture.step.grad_norm import total_norm
 from tbhooks.capture.step.optimizer_round import GroupNumbers, parameter_ids
+from tbhooks.capture.step.weight_sample import NO_ROOM
 from tbhooks.capture.step.weight_snapshots import WeightSnapshots
 from tbhooks.data.frame import MISSING_GRADIENT, RAW_GRADIENT_NORM, Site
 from tbhooks.data.self_report import Report
 from tbhooks.reduction import batched
 from tbhooks.reduction.cpu import NULL
 from tbhooks.reduction.torch_rows import describe, has_no_data
+
+NOT_COPIED = (
+    "the device has too little free memory for a copy of the weights, which the update is computed from. Leave more "
+    'free, or leave "update" out of kinds'
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +68,7 @@ class ParameterReader:
         self._report = report
         self._snapshots = WeightSnapshots()
         self._sites: dict[tuple[str, str], int] = {}
+        self._sample_sizes: dict[tuple[torch.device, int], int] = {}
         self.clear()
 
     def clear(self) -> None:
@@ -137,6 +145,28 @@ class ParameterReader:
                     self._read_weight(key, batch, copies=self._recorder.wants("update"))
                     if not has_closure:
                         self._read_gradient(key, batch, scale)
+            self._copy_weights(batch.clones, optimizer)
+
+    def _copy_weights(self, weights: dict[int, Tensor], optimizer: Optimizer) -> None:
+        """Copies weights on devices, as much of them as fits into the free memory."""
+        for device in {weight.device for weight in weights.values()}:
+            here = {key: weight for key, weight in weights.items() if weight.device == device}
+            most = None if device.type == "cpu" else self._sample_size(device, list(here.values()), optimizer)
+            if most != NO_ROOM:
+                self._snapshots.clone(here, most)
+            for key in here:
+                if key not in self._snapshots:
+                    self._report.mark_unseen(f"update/{self._paths[key]}", NOT_COPIED)
+
+    def _sample_size(self, device: torch.device, weights: list[Tensor], optimizer: Optimizer) -> int:
+        """Returns the most elements of one weight that are copied. It never grows, so that charts have few breaks."""
+        expected = weight_sample.expected_state(optimizer, weights)
+        most = weight_sample.sample_size(weights, weight_sample.budget(device, expected))
+        key = device, len(weights)
+        if most == NO_ROOM or expected:  # in its first step an optimizer allocates more than in others
+            return most
+        self._sample_sizes[key] = min(most, self._sample_sizes.get(key, most))
+        return self._sample_sizes[key]
 
     def _log_learning_rates(self, optimizer: Optimizer) -> None:
         for group, name in zip(optimizer.param_groups, self._groups.of(optimizer), strict=True):
@@ -173,7 +203,6 @@ class ParameterReader:
             if self._recorder.record_all(batch.by_kernel):
                 self._snapshots.commit()
             self._recorder.record_together(batch.small)
-            self._snapshots.clone(batch.clones)
 
     def _keys(self, optimizer: Optimizer) -> list[int]:
         """Returns the selected parameters of the optimizer, in its order."""
@@ -235,11 +264,14 @@ class ParameterReader:
         if slot is not None:
             batch.by_kernel.append((site, parameter, NULL, slot))
             return
-        before = self._snapshots.take(key)
-        if before is not None and batched.fits(parameter):
+        part, before = self._snapshots.part_of(key, parameter), self._snapshots.take(key)
+        if self._report.unseen:
+            self._report.mark_seen(f"update/{self._paths[key]}")
+        if before is not None and part is parameter and batched.fits(parameter):
             batch.small.append((site, parameter, before, None))
         elif before is not None:
-            self._recorder.record_difference(site, parameter.detach(), before)
+            whole = None if part is parameter else parameter.numel()
+            self._recorder.record_difference(site, part.detach(), before, whole)
 
     def _read_gradient(self, key: int, batch: _Batch, scale: Tensor | None) -> None:
         site, gradient = self._site(key, "weight_gradient"), self._tensors[key].grad
