@@ -23,10 +23,10 @@ from tbhooks.data import stats
 from tbhooks.data.artifacts import Artifact, RunEnded
 from tbhooks.data.errors import ArgumentError, check_integer, check_names
 from tbhooks.data.frame import Frame
-from tbhooks.data.remote import is_remote
 from tbhooks.data.self_report import Report
 from tbhooks.delivery.worker import Worker
 from tbhooks.drawing.model_table import Summary
+from tbhooks.sinks.remote import is_remote
 
 
 class Extras:

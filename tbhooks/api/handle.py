@@ -13,7 +13,7 @@ from tbhooks.api import validation
 from tbhooks.api.extras import Extras
 from tbhooks.api.finding_actions import FindingActions
 from tbhooks.api.lifecycle import Lifecycle
-from tbhooks.capture.dynamo import dynamo_disable
+from tbhooks.capture.compile.dynamo import dynamo_disable
 from tbhooks.capture.session import CaptureSession
 from tbhooks.capture.step import evaluation
 from tbhooks.collectors import channels, embeddings, images

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 from tbhooks.api.lifecycle import open_watches
 from tbhooks.capture import selection, tensor_tree
 from tbhooks.capture.autograd import in_backward, is_traced, without_dispatch_modes
-from tbhooks.capture.dynamo import dynamo_disable
+from tbhooks.capture.compile.dynamo import dynamo_disable
 from tbhooks.capture.hooks.hook_types import ForwardHook
 from tbhooks.capture.hooks.observer import Observer
 from tbhooks.capture.preserve_state import preserved, without_gradients

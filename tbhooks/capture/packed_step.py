@@ -14,10 +14,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tbhooks.data import rank_spread, stats
+from tbhooks.capture.step_table import PARAMETER_KINDS, UNKNOWN_SHARD, UNSHARDED, MergedStep, StepTable
+from tbhooks.data import ranks, stats
 from tbhooks.data.artifacts import Artifact
 from tbhooks.data.frame import GRADIENT_NORM, NONFINITE_SINCE, RAW_GRADIENT_NORM, SAMPLED, Frame, Site
-from tbhooks.data.step_table import PARAMETER_KINDS, UNKNOWN_SHARD, UNSHARDED, MergedStep, StepTable
 from tbhooks.reduction import finalize
 
 Number = TypeVar("Number", np.float64, np.int64)
@@ -144,8 +144,8 @@ class PackedStep:
         """The step of this rank alone. If weights are sharded, the norm of all gradients is not known here."""
         if any(site.kind == "weight_gradient" for site in self.shards):
             table = replace(table, scalars={k: v for k, v in table.scalars.items() if k != RAW_GRADIENT_NORM})
-            return MergedStep(table, rank_spread.empty(len(table.sites)), is_whole=False)
-        return MergedStep(table, rank_spread.empty(len(table.sites)))
+            return MergedStep(table, ranks.empty(len(table.sites)), is_whole=False)
+        return MergedStep(table, ranks.empty(len(table.sites)))
 
     def _frames(self, merged: MergedStep) -> list[Frame]:
         table = merged.table

@@ -14,7 +14,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from tbhooks.capture.autograd import is_profiled
-from tbhooks.capture.dynamo import CompileGate
+from tbhooks.capture.compile.dynamo import CompileGate
 from tbhooks.capture.hooks.forward_event import ForwardEvent, Subscription
 from tbhooks.data.frame import Frame
 from tbhooks.data.self_report import Report

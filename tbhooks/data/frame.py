@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from tbhooks.data import rank_spread as spread
+from tbhooks.data import ranks as spread
 from tbhooks.data import stats
 from tbhooks.data.artifacts import Artifact
 from tbhooks.data.display import Names, display, mimebundle
 from tbhooks.data.errors import ArgumentError, UnknownSiteError, nearest
-from tbhooks.data.rank_spread import Spread
+from tbhooks.data.ranks import Spread
 from tbhooks.data.stats import BUCKETS, COLUMNS, STAT_NAMES, Counts, Floats
 
 if TYPE_CHECKING:
@@ -99,20 +99,23 @@ class Finding:
     message: str
     evidence: Mapping[str, Any] = field(default_factory=dict)
     """The numbers behind it, by name."""
+    doc: str = ""
+    """The section of the documentation about the rule, such as `docs/rules.md#dead_units`; empty for your own rules."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain Python values. `Finding.from_dict` reads them back."""
         site = None if self.site is None else [self.site.path, self.site.kind, self.site.index]
         return {
             "step": self.step, "site": site, "rule": self.rule, "severity": self.severity,
-            "message": self.message, "evidence": dict(self.evidence),
+            "message": self.message, "evidence": dict(self.evidence), **({"doc": self.doc} if self.doc else {}),
         }  # fmt: skip
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Finding:
         """The finding that `to_dict` wrote."""
         site = None if data["site"] is None else Site(*data["site"])
-        return cls(data["step"], site, data["rule"], data["severity"], data["message"], data["evidence"])
+        return cls(data["step"], site, data["rule"], data["severity"], data["message"], data["evidence"],
+                   data.get("doc", ""))  # fmt: skip
 
     def _repr_mimebundle_(self, include: Names = None, exclude: Names = None) -> dict[str, str]:
         bundle: dict[str, str] = display("findings", [self], include, exclude)

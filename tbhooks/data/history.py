@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, overload
 
 import numpy as np
 
-from tbhooks.data import rank_spread
+from tbhooks.data import ranks
 from tbhooks.data.display import display, mimebundle
 from tbhooks.data.errors import ArgumentError, UnknownSiteError, nearest
 from tbhooks.data.frame import Frame
@@ -53,7 +53,7 @@ class History:
             if len(self._frames) > MOST_WITH_BUCKETS:
                 old = self._frames[-MOST_WITH_BUCKETS - 1]
                 self._frames[-MOST_WITH_BUCKETS - 1] = replace(
-                    old, buckets=np.zeros((len(old.sites), 0), np.int64), spreads=rank_spread.empty(len(old.sites))
+                    old, buckets=np.zeros((len(old.sites), 0), np.int64), spreads=ranks.empty(len(old.sites))
                 )
 
     def replace_newest(self, frame: Frame) -> None:

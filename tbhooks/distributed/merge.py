@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tbhooks.data import rank_spread, stats
+from tbhooks.capture.step_table import PARAMETER_KINDS, RANKS, Integers, MergedStep, StepTable
+from tbhooks.data import ranks, stats
 from tbhooks.data.frame import EVALUATION_SINCE, NONFINITE_SINCE, RAW_GRADIENT_NORM, SAMPLED, SKIPPED, Site
 from tbhooks.data.jsonable import parse_number, to_jsonable
 from tbhooks.data.self_report import listed
 from tbhooks.data.stats import Counts, Floats
-from tbhooks.data.step_table import PARAMETER_KINDS, RANKS, Integers, MergedStep, StepTable
 
 _UNUSED = -2
 """The shard of a parameter that this rank holds but does not train, while another rank trains it."""
@@ -213,14 +213,14 @@ def _spreads(
 ) -> Floats:  # fmt: skip
     """How far ranks differ. For outputs, the ranks that work on the same batch count as one."""
     if not len(owner):
-        return rank_spread.empty(len(sites))
+        return ranks.empty(len(sites))
     is_parameter = np.array([site.kind in PARAMETER_KINDS for site in sites])[owner]
     world = int(max(rank.max(), groups.max())) + 1
     who = np.where(is_parameter, rank, groups)
     counted = kept | (is_parameter & used)
     pairs, key = np.unique(np.stack([owner, who], axis=1)[counted], axis=0, return_inverse=True)
     joined = stats.merge(values[counted], key.reshape(-1), len(pairs))
-    return rank_spread.measure(joined, pairs[:, 0], pairs[:, 1], len(sites), world)
+    return ranks.measure(joined, pairs[:, 0], pairs[:, 1], len(sites), world)
 
 
 def _is_used(sites: list[Site], owner: NDArray[np.intp], rank: NDArray[np.intp]) -> NDArray[np.bool_]:

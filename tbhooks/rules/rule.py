@@ -16,6 +16,8 @@ from tbhooks.rules.run_view import view_of
 Rule = Callable[[History], Sequence[Finding]]
 """A plain function from the history of a run to findings about its newest frame."""
 
+DOC = "docs/rules.md"
+"""Has one section per rule, with its formula, thresholds and an example."""
 MAX_EXCESS = 1e9
 """Cap of `excess`, whose divisor may be close to zero."""
 
@@ -45,7 +47,7 @@ class RuleHit:
         if self.others:
             message += f"; {self.others} other tensor{'s' * (self.others > 1)} affected"
             evidence["others"] = self.others
-        return Finding(step, self.site, rule, self.severity, f"{message}. {self.remedy}", evidence)
+        return Finding(step, self.site, rule, self.severity, f"{message}. {self.remedy}", evidence, f"{DOC}#{rule}")
 
 
 _TENSORS = {

@@ -7,12 +7,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tbhooks.data.errors import ArgumentError, nearest
-from tbhooks.data.findings import first_of_each
+from tbhooks.data.findings import Issue, first_of_each, issues
 from tbhooks.data.frame import Finding, Frame
-from tbhooks.data.remote import local
 from tbhooks.runs.event_records import Progress, records, size_of
 from tbhooks.runs.reader import RunReader, starts_with_frame
 from tbhooks.runs.scalars import Series
+from tbhooks.runs.verdict import Verdict, verdict
+from tbhooks.sinks.remote import local
 
 EVENT_FILES, FRAME_FILES = "*tfevents*", "*.jsonl"
 _PLUGIN_NAME = b"tbhooks"
@@ -44,6 +45,17 @@ class Run:
     def evaluations(self) -> list[Frame]:
         """The frames of evaluation passes."""
         return [frame for frame in self.frames if frame.is_evaluation]
+
+    @property
+    def issues(self) -> list[Issue]:
+        """The findings of all frames grouped by problem: since when, when worst, when last, and how often."""
+        return issues(finding for frame in self.frames for finding in frame.findings)
+
+    @property
+    def verdict(self) -> Verdict:
+        """Its issues grouped by cause, and one sentence about the whole run."""
+        found = [finding for frame in self.frames for finding in frame.findings]
+        return verdict(found, self.scalars, len(self.training))
 
     @property
     def steps(self) -> list[int]:

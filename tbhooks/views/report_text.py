@@ -16,9 +16,8 @@ from tbhooks.data.frame import EVALUATION, KINDS
 from tbhooks.data.self_report import listed
 from tbhooks.drawing.names import shorten_all
 from tbhooks.drawing.text import number, printable, trend
-from tbhooks.runs import Run
+from tbhooks.runs import Run, report_data
 from tbhooks.runs.compare import MOST_SHOWN, Comparison
-from tbhooks.runs import report_data
 from tbhooks.runs.report_data import Grid, own_scalars, run_grids
 from tbhooks.views.notebook import findings
 from tbhooks.views.notebook.history import logged_steps

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from tbhooks.data import rank_spread, stats
+from tbhooks.capture.step_table import PARAMETER_KINDS, UNKNOWN_SHARD, UNSHARDED, StepTable
+from tbhooks.data import ranks, stats
 from tbhooks.data.frame import NONFINITE_SINCE, RAW_GRADIENT_NORM, SKIPPED, Site
-from tbhooks.data.step_table import PARAMETER_KINDS, UNKNOWN_SHARD, UNSHARDED, StepTable
 from tbhooks.distributed import merge
 from tbhooks.distributed.merge import Reader, Writer
 from tests.support import reference
@@ -50,7 +50,7 @@ def table(
 def check(merged: StepTable, site: Site, array: NDArray[np.float64]) -> None:
     i = list(merged.sites).index(site)
     expected = reference.stats(array)
-    for name in rank_spread.SPREAD_STATS:
+    for name in ranks.SPREAD_STATS:
         found = stats.STATS[name](merged.values[i : i + 1])[0]
         scale = 1e-12 * max(1.0, np.nanmax(np.abs(array[np.isfinite(array)]), initial=0.0))
         assert np.isclose(found, expected[name], rtol=1e-9, atol=scale, equal_nan=True), name
@@ -210,7 +210,7 @@ def test_bytes_of_something_else_are_refused() -> None:
 def test_the_spread_names_the_ranks_that_hold_the_extremes(parts: list[NDArray[np.float64]]) -> None:
     merged = merge.merge([table({ACTIVATION: part}, group=i) for i, part in enumerate(parts)])
     means = [float(part.mean()) for part in parts]
-    found = rank_spread.read(merged.spreads[0], "mean")
+    found = ranks.read(merged.spreads[0], "mean")
     assert found.min == min(means)
     assert found.max == max(means)
     assert means[found.min_rank] == found.min
@@ -221,5 +221,5 @@ def test_the_spread_names_the_ranks_that_hold_the_extremes(parts: list[NDArray[n
 
 def test_parts_of_one_batch_are_one_in_the_spread() -> None:
     tables = [table({ACTIVATION: np.arange(4.0) * (i + 1)}, group=i // 2 * 2) for i in range(4)]
-    found = rank_spread.read(merge.merge(tables).spreads[0], "count")
+    found = ranks.read(merge.merge(tables).spreads[0], "count")
     assert (found.ranks, found.min, found.max) == (2, 8.0, 8.0)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from tbhooks.capture.step_table import RANKS
 from tbhooks.data.artifacts import Channels
-from tbhooks.data.step_table import RANKS
 from tests.support import float64_recorder, jobs
 from tests.support.float64_recorder import Float64Recorder
 from tests.support.process_pool import ProcessPool

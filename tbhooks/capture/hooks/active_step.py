@@ -13,7 +13,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from tbhooks.capture.autograd import NO_BACKWARD, capture_check, in_backward
-from tbhooks.capture.dynamo import CompileGate
+from tbhooks.capture.compile.dynamo import CompileGate
 from tbhooks.capture.hooks.collectors import Collectors
 from tbhooks.capture.hooks.dead_units import DeadUnits
 from tbhooks.capture.hooks.hook_types import ForwardHook

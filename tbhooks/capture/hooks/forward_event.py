@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from tbhooks.capture import dynamo, tensor_tree
+from tbhooks.capture import tensor_tree
 from tbhooks.capture.autograd import in_backward, is_traced
-from tbhooks.capture.dynamo import CompileGate, dynamo_skip
+from tbhooks.capture.compile import dynamo
+from tbhooks.capture.compile.dynamo import CompileGate, dynamo_skip
 from tbhooks.capture.hooks.hook_types import call_new_pre_hooks
 from tbhooks.capture.hooks.manager import hook_root
 from tbhooks.capture.hooks.unpicklable import UnpicklableHook

@@ -13,7 +13,7 @@ from tbhooks.capture.autograd import (
     in_backward,
     without_dispatch_modes,
 )
-from tbhooks.capture.dynamo import dynamo_skip
+from tbhooks.capture.compile.dynamo import dynamo_skip
 from tbhooks.capture.hooks.active_step import ActiveStep, StepListener
 from tbhooks.capture.hooks.hook_types import GradientHook, ScaledLossHook
 from tbhooks.capture.hooks.manager import hook_tensor

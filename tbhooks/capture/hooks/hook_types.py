@@ -12,11 +12,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from tbhooks.capture import dynamo, tensor_tree
+from tbhooks.capture import tensor_tree
 from tbhooks.capture.autograd import in_backward, profiler_label
-from tbhooks.capture.dynamo import CompileGate, dynamo_skip
+from tbhooks.capture.compile import dynamo
+from tbhooks.capture.compile.dynamo import CompileGate, dynamo_skip
+from tbhooks.capture.functional.function_mode import FunctionalObserver
 from tbhooks.capture.hooks.dead_units import RECTIFIERS
-from tbhooks.capture.hooks.function_mode import FunctionalObserver
 from tbhooks.capture.hooks.passes import Pass
 from tbhooks.capture.hooks.unpicklable import UnpicklableHook
 from tbhooks.capture.recorder import NO_SITE

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from tbhooks.capture import compilation, dynamo, selection
+from tbhooks.capture import selection
+from tbhooks.capture.compile import compilation, dynamo
+from tbhooks.capture.functional.function_mode import FunctionalObserver
 from tbhooks.capture.hooks.collectors import Collectors
-from tbhooks.capture.hooks.function_mode import FunctionalObserver
 from tbhooks.capture.hooks.hook_types import (  # fmt: skip
     BeginHook,
     CallHook,

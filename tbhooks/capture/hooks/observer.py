@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from tbhooks.capture import selection
 from tbhooks.capture.autograd import in_backward, is_traced, without_dispatch_modes
-from tbhooks.capture.dynamo import CompileGate
+from tbhooks.capture.compile.dynamo import CompileGate
+from tbhooks.capture.compile.graph_outputs import GraphReader
+from tbhooks.capture.functional.function_mode import FunctionalObserver
 from tbhooks.capture.hooks.active_step import NOT_TRAINED, ActiveStep, StepListener
 from tbhooks.capture.hooks.collectors import Collector
-from tbhooks.capture.hooks.function_mode import FunctionalObserver
 from tbhooks.capture.hooks.gradients import GradientReader
-from tbhooks.capture.hooks.graph_outputs import GraphReader
 from tbhooks.capture.hooks.hook_types import ForwardHook
 from tbhooks.capture.hooks.manager import HookManager
 from tbhooks.capture.hooks.outputs import OutputReader

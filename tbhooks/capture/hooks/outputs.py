@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from tbhooks.capture import dynamo, sharded_tensors, tensor_tree
+from tbhooks.capture import sharded_tensors, tensor_tree
 from tbhooks.capture.autograd import in_backward, without_dispatch_modes
+from tbhooks.capture.compile import dynamo
 from tbhooks.capture.hooks.active_step import ActiveStep
 from tbhooks.capture.hooks.dead_units import RECTIFIED
 from tbhooks.capture.hooks.gradients import GradientReader

@@ -14,8 +14,8 @@ import weakref
 from torch import Tensor, nn
 
 from tbhooks.capture.autograd import call_stack, in_backward, may_reach_backward
-from tbhooks.capture.dynamo import CompileGate
-from tbhooks.capture.hooks.function_mode import MODULE_CALL
+from tbhooks.capture.compile.dynamo import CompileGate
+from tbhooks.capture.functional.function_mode import MODULE_CALL
 
 # The gradients of this many parameters are compared, to find out whether they were cleared.
 MOST_COMPARED = 8

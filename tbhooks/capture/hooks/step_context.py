@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from tbhooks.capture.autograd import NO_BACKWARD
-from tbhooks.capture.dynamo import is_compiled
+from tbhooks.capture.compile.dynamo import is_compiled
 from tbhooks.capture.hooks.hook_types import ForwardHook, GradientHook
 from tbhooks.capture.hooks.passes import Backward, Pass
 from tbhooks.capture.packed_step import Span

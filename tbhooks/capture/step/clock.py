@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from tbhooks.capture.autograd import NO_BACKWARD, at_end_of_backward, backward_pass, in_backward, in_nested_backward
-from tbhooks.capture.dynamo import dynamo_disable, dynamo_skip
+from tbhooks.capture.compile.dynamo import dynamo_disable, dynamo_skip
 from tbhooks.capture.hooks.forward_event import ForwardEvent, Subscription
 from tbhooks.capture.hooks.observer import Observer
 from tbhooks.capture.step.manual_updates import ManualUpdates

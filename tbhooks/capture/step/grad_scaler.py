@@ -15,7 +15,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from tbhooks.capture import tensor_tree
-from tbhooks.capture.dynamo import dynamo_disable
+from tbhooks.capture.compile.dynamo import dynamo_disable
 from tbhooks.capture.hooks.observer import Observer
 from tbhooks.capture.recorder import Recorder
 from tbhooks.capture.step.clock import Clock

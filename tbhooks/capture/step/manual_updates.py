@@ -29,7 +29,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tbhooks.capture import tensor_tree
 from tbhooks.capture.autograd import at_end_of_backward, in_backward, is_traced, without_dispatch_modes
-from tbhooks.capture.dynamo import dynamo_skip
+from tbhooks.capture.compile.dynamo import dynamo_skip
 from tbhooks.capture.hooks.manager import hook_output, hook_tensor
 from tbhooks.capture.hooks.unpicklable import UnpicklableHook
 from tbhooks.data.self_report import Report

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tbhooks.capture import sharded_tensors, tensor_tree
 from tbhooks.capture.autograd import in_backward
-from tbhooks.capture.dynamo import dynamo_disable
+from tbhooks.capture.compile.dynamo import dynamo_disable
 from tbhooks.capture.hooks.manager import hook_forward, hook_tensor
 from tbhooks.capture.hooks.observer import Observer
 from tbhooks.capture.preserve_state import Snapshot, preserved

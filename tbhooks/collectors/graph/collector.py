@@ -16,8 +16,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from tbhooks.capture import dynamo, tensor_tree
+from tbhooks.capture import tensor_tree
 from tbhooks.capture.autograd import in_backward, is_traced
+from tbhooks.capture.compile import dynamo
 from tbhooks.capture.hooks.collectors import guarded
 from tbhooks.capture.hooks.manager import hook_calls
 from tbhooks.capture.hooks.observer import Observer

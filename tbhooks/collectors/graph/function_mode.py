@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from tbhooks.capture.hooks.function_mode import MODULE_CALL, NOT_CALLED, Operation, OwnMode, is_call
+from tbhooks.capture.functional.function_mode import MODULE_CALL, NOT_CALLED, Operation, OwnMode, is_call
 
 _VIEWS_AND_COPIES = """
     view view_as reshape reshape_as flatten unflatten ravel transpose t T mT H mH adjoint permute swapaxes swapdims

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tbhooks.capture import tensor_tree
-from tbhooks.capture.hooks.function_mode import FUSED_IN_EVALUATION, Operation
+from tbhooks.capture.functional.function_mode import FUSED_IN_EVALUATION, Operation
 from tbhooks.collectors.graph.builder import Box, GraphBuilder, Origin, Scope
 from tbhooks.collectors.graph.describe import about_module, shape_of, sizes, type_of
 from tbhooks.collectors.graph.function_mode import JOIN, PASS_ON, TracingMode, name_of

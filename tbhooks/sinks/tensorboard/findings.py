@@ -69,7 +69,7 @@ def _finding(data: Any) -> Finding:
     evidence = {key: parse_number(x) for key, x in data["evidence"].items()}
     finding = Finding.from_dict({**data, "evidence": evidence})
     site = finding.site
-    texts = (finding.rule, finding.message, *((site.path, site.kind, site.index) if site else ()))
+    texts = (finding.rule, finding.message, finding.doc, *((site.path, site.kind, site.index) if site else ()))
     if not all(isinstance(text, str) for text in texts) or not isinstance(finding.step, int):
         raise TypeError("a field of the wrong type")
     if finding.severity not in ("info", "warning", "error"):

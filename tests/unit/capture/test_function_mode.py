@@ -22,8 +22,8 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from tbhooks.capture.hooks import attention, function_mode
-from tbhooks.capture.hooks.function_mode import MOST_CALLS, OPERATIONS, FunctionalObserver
+from tbhooks.capture.functional import attention, function_mode
+from tbhooks.capture.functional.function_mode import MOST_CALLS, OPERATIONS, FunctionalObserver
 from tbhooks.data.frame import ROOT
 from tbhooks.data.self_report import Report
 from tests.support import fake_device, zoo
@@ -1188,7 +1188,7 @@ def test_a_frame_is_a_modules_call_only_if_it_is_of_that_module() -> None:
     import sys
     import weakref
 
-    from tbhooks.capture.hooks.function_mode import MODULE_CALL, is_call
+    from tbhooks.capture.functional.function_mode import MODULE_CALL, is_call
 
     found = []
 

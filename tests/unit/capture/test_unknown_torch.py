@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, fx, nn
 
 import tbhooks
-from tbhooks.capture import compilation, dynamo, tensor_tree
+from tbhooks.capture import tensor_tree
+from tbhooks.capture.compile import compilation, dynamo
 from tbhooks.capture.hooks import hook_types
 from tbhooks.reduction import torch_private
 from tests.support import compiling

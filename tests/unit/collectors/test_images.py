@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import tbhooks
-from tbhooks.capture.hooks import attention
+from tbhooks.capture.functional import attention
 from tbhooks.collectors import image_tiles
 from tbhooks.data.artifacts import Picture
 from tbhooks.drawing import tensor_grid

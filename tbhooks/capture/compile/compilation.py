@@ -19,12 +19,12 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from tbhooks.capture import dynamo
-from tbhooks.capture.dynamo import CompileGate
+from tbhooks.capture.compile import dynamo
+from tbhooks.capture.compile.dynamo import CompileGate
 from tbhooks.data.patching import wrapping
 from tbhooks.reduction.torch_private import look_up
 
-_OURS = str(Path(__file__).parent)
+_OURS = str(Path(__file__).parents[2])  # the package
 # Dynamo raises these about the code it reads. Anything else may come from our operators, in a backend for example.
 _ABOUT_CODE = ("Unsupported", "UserError", "SkipFrame")
 _RESUMED = "torch_dynamo_resume_in_"

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from tbhooks.capture import tensor_tree
 from tbhooks.capture.autograd import is_traced, without_dispatch_modes
-from tbhooks.capture.hooks import attention
+from tbhooks.capture.functional import attention
 from tbhooks.data.self_report import Report
 from tbhooks.reduction.torch_private import look_up, missing
 from tbhooks.reduction.torch_rows import has_no_data

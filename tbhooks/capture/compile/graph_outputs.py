@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tbhooks.capture import dynamo
 from tbhooks.capture.autograd import in_backward
+from tbhooks.capture.compile import dynamo
 from tbhooks.capture.hooks.active_step import ActiveStep
 from tbhooks.capture.hooks.gradients import GradientReader
 from tbhooks.capture.hooks.hook_types import ForwardHook, GradientHook

@@ -1,0 +1,101 @@
+"""Roles: modules that do the same job at different depths, such as the `q_proj` of all layers, as one group.
+
+Two modules have the same role if their paths differ in numbers only and their traits are equal. A trait is whatever
+tells modules with such paths apart: the class, or the names of their own parameters where the class is not known.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tbhooks.data.stats import Floats
+
+# A whole component of a path that is a number, before an index such as `[0]` or a function such as `:softmax`.
+_NUMBER = re.compile(r"(?<![^.])\d+(?=$|[.\[:])")
+# The median absolute deviation times this is the standard deviation of a normal distribution.
+_NORMAL = 1.4826
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """A group of sites of one kind that do the same job."""
+
+    name: str
+    """The path with `*` for each number, such as `layers.*.q_proj`; the trait follows if two roles share the path."""
+    members: tuple[int, ...]
+    """The positions of its members in the list that was grouped, which is in execution order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """A statistic over the members of a role; `least_at` and `most_at` are positions among the values, -1 if none."""
+
+    median: float
+    least: float
+    most: float
+    least_at: int
+    most_at: int
+
+
+def pattern(name: str) -> str:
+    """The name of a site with `*` for each component that is a number: `layers.3.mlp` is `layers.*.mlp`."""
+    return _NUMBER.sub("*", name)
+
+
+def roles(names: Sequence[str], traits: Mapping[str, str] | None = None) -> tuple[Role, ...]:
+    """Groups the sites of one kind into roles, in the order in which each role first occurs.
+
+    Args:
+        names: the names of the sites, path and index, in execution order.
+        traits: the trait of each name; names that are missing have an empty trait.
+
+    """
+    traits = traits or {}
+    groups: dict[tuple[str, str], list[int]] = {}
+    for i, name in enumerate(names):
+        groups.setdefault((pattern(name), traits.get(name, "")), []).append(i)
+    paths = [path for path, _ in groups]
+    return tuple(
+        Role(path if paths.count(path) == 1 or not trait else f"{path} ({trait})", tuple(members))
+        for (path, trait), members in groups.items()
+    )
+
+
+def parameter_traits(names: Iterable[str], parameters: Iterable[str]) -> dict[str, str]:
+    """A trait for each module: the names of the parameters that it owns itself, such as `weight, bias`.
+
+    It separates layers from activation functions in a Sequential, where every path is a number.
+    """
+    own: dict[str, list[str]] = {}
+    for parameter in parameters:
+        module, _, name = parameter.rpartition(".")
+        own.setdefault(module, []).append(name)
+    return {name: ", ".join(dict.fromkeys(own.get(name.partition("[")[0], ()))) for name in names}
+
+
+def summary(values: Floats) -> Summary:
+    """Median, least and most of the finite values of a role; NaN if there is none."""
+    finite = np.flatnonzero(np.isfinite(values))
+    if not len(finite):
+        return Summary(np.nan, np.nan, np.nan, -1, -1)
+    least, most = finite[np.argmin(values[finite])], finite[np.argmax(values[finite])]
+    return Summary(float(np.median(values[finite])), float(values[least]), float(values[most]), int(least), int(most))
+
+
+def robust_z(values: Floats) -> Floats:
+    """How unusual each value is within its group: its distance from the median in robust standard deviations.
+
+    The spread is the median absolute deviation, which outliers do not raise, and at least 1 % of the median, so that
+    rounding errors in a group of equal values are not unusual. NaN where a value is not finite.
+    """
+    known = np.isfinite(values)
+    if not known.any():
+        return np.full(values.shape, np.nan)
+    middle = float(np.median(values[known]))
+    away = np.where(known, values, np.nan) - middle
+    spread = max(_NORMAL * float(np.median(np.abs(away[known]))), 0.01 * abs(middle))
+    return away / spread if spread > 0 else np.where(away == 0, 0.0, np.copysign(np.inf, away))
