@@ -314,8 +314,9 @@ class Recorder:
         """The buffer of a tensor's device."""
         key = (like.device, self.with_buckets)
         if key not in self._number:
+            made = Buffer(like, self.with_buckets, capacity=len(self.sites))  # raises if the device is full
             self._number[key] = len(self._buffers)
-            self._buffers.append(Buffer(like, self.with_buckets, capacity=len(self.sites)))
+            self._buffers.append(made)
         number = self._number[key]
         return number, self._buffers[number]
 
