@@ -2,10 +2,13 @@
 VENV := .venv
 PYTHON := $(VENV)/bin/python
 READY := $(VENV)/.ready
+DEMO := $(VENV)/.demo
+PIP := $(PYTHON) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+SOURCES := pyproject.toml constraints.txt hatch_build.py tbhooks/reduction/kernel.c
 
-.PHONY: demo test test-slow test-all test-torch test-browser test-triton test-trackers lint bench notebooks clinic look clean
+.PHONY: demo test test-slow test-all test-torch test-browser test-triton test-trackers lint bench notebooks clinic look dist clean
 
-demo: $(READY)  ## train a small CNN on digits, watched, and say how to look at it
+demo: $(DEMO)  ## train a small CNN on digits, watched, and say how to look at it
 	$(PYTHON) -m tbhooks demo
 
 test: lint  ## everything CI runs
@@ -27,11 +30,11 @@ test-torch:  ## the suite on another torch (make test-torch VERSION=2.6.0); the 
 	$(TORCH)/bin/python -m tests.support.groups test
 
 test-browser: $(READY)  ## the TensorBoard tab in a real browser: Debian's chromium
-	$(PYTHON) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,browser]'
+	$(PIP) --editable '.[dev,browser]'
 	$(PYTHON) -m tests.support.groups browser
 
 test-triton: $(READY)  ## the CUDA kernels in Triton's interpreter; 1 GB, kept apart from everything else
-	$(PYTHON) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --target $(VENV)/triton triton
+	$(PIP) --target $(VENV)/triton triton
 	$(PYTHON) -m tests.support.groups triton
 
 test-trackers: $(READY)  ## MLflow and Aim; 600 MB, kept apart in a venv that sees this one
@@ -67,11 +70,26 @@ clinic: $(READY)  ## trainings with one deliberate issue each and normal ones: w
 look: $(READY)  ## TensorBoard on the demo's run
 	$(VENV)/bin/tensorboard --logdir runs
 
-$(READY): pyproject.toml constraints.txt hatch_build.py tbhooks/reduction/kernel.c
+dist: $(READY)  ## sdist, a manylinux wheel with the C kernel, a pure-Python wheel; checked by auditwheel and twine
+	$(PIP) --editable '.[dev,dist]'
+	rm -rf dist build
+	$(PYTHON) -m build --quiet --outdir dist
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PYTHON) -m auditwheel repair --wheel-dir dist dist/*-linux_*.whl
+	rm dist/*-linux_*.whl
+	TBHOOKS_PURE=1 $(PYTHON) -m build --quiet --wheel --outdir dist
+	$(PYTHON) -m twine check --strict dist/*
+
+# What the demo needs and nothing else: `make test` installs the rest.
+$(DEMO): $(SOURCES)
 	test -d $(VENV) || python3 -m venv $(VENV)
-	$(PYTHON) -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	test -e $(READY) || $(PIP) --editable '.[demo,rich]'
+	touch $(DEMO)
+
+$(READY): $(SOURCES)
+	test -d $(VENV) || python3 -m venv $(VENV)
+	$(PIP) --no-compile --editable '.[dev]'
 	-$(PYTHON) -m compileall -q -j 0 $(VENV)/lib > /dev/null  # on all cores, which pip does on one
-	touch $(READY)
+	touch $(READY) $(DEMO)
 
 clean:
 	rm -rf $(VENV) .venv-torch-* runs build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -113,7 +113,7 @@ class Extras:
         profile = Profile(
             first, last, traces, session.forwards, session.observer.gate, self._worker.submit, self._report
         )
-        session.profiles.append(profile)
+        session.profiles.add(profile)
         if first == now:
             profile.start()
 

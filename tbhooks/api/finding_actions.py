@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from tbhooks.capture.schedule import Bursts
 from tbhooks.capture.step.nan_replay import Replay
 from tbhooks.data.errors import ArgumentError, FindingError, check_names
 from tbhooks.data.findings import Findings, once_each
@@ -15,14 +16,20 @@ from tbhooks.data.history import History
 from tbhooks.data.self_report import Report
 from tbhooks.rules import Rule, RuleEngine
 
+# How many steps are logged after a finding with `on_finding("burst")`, and how many times in a run.
+BURST_STEPS = 20
+MOST_BURSTS = 16
+
 
 class FindingActions:
     """Applies the rules in the background thread. Raises in the training thread only."""
 
-    def __init__(self, rules: tuple[Rule, ...], history: History, report: Report) -> None:
+    def __init__(self, rules: tuple[Rule, ...], history: History, report: Report, bursts: Bursts | None = None) -> None:
         self.should_stop = False
         self._engine = RuleEngine(rules, history)
         self._history = history
+        self._bursts = bursts if bursts is not None else Bursts()
+        self._bursts_left = MOST_BURSTS
         self._report = report
         self._callbacks: list[Callable[[Finding], Any]] = []
         self._on_finding: set[str] = set()
@@ -40,10 +47,10 @@ class FindingActions:
     def on_finding(self, action: object) -> None:
         if callable(action):
             self._callbacks.append(action)
-        elif action in ("raise", "stop"):
+        elif action in ("raise", "stop", "burst"):
             self._on_finding.add(str(action))
         else:
-            raise ArgumentError(f'on_finding takes a callable, "raise" or "stop", got {action!r}')
+            raise ArgumentError(f'on_finding takes a callable, "burst", "raise" or "stop", got {action!r}')
 
     def on_nonfinite(self, action: str) -> None:
         check_names("action", (action,), ("replay", "raise"))
@@ -90,3 +97,12 @@ class FindingActions:
             self.should_stop = self.should_stop or "stop" in self._on_finding
             if "raise" in self._on_finding and self._to_raise is None:
                 self._to_raise = finding
+            if "burst" in self._on_finding:
+                self._begin_burst()
+
+    def _begin_burst(self) -> None:
+        if self._bursts_left:
+            self._bursts_left -= 1
+            self._bursts.ask(BURST_STEPS)
+        else:
+            self._report.log_once(f'on_finding("burst"): there were {MOST_BURSTS} bursts, and there will be no more')

@@ -243,14 +243,29 @@ class Watch:
         self._extras.profile(steps)
         return self
 
+    @dynamo_disable
+    def burst(self, n: int) -> None:
+        """Logs the next `n` steps in full, with histograms, whatever `every` is.
+
+        Call it between two steps. In the middle of a step the burst begins with the next one. `tbhooks burst DIR n`
+        does the same from another terminal. With `ranks="merge"` these steps are those of the first rank, unless they
+        are logged anyway. Raises an `ArgumentError` if `n` is not a positive integer.
+
+        >>> w.burst(20)  # doctest: +SKIP
+        """
+        self._lifecycle.check_open()
+        steps = check_integer("n", n)
+        if self._lifecycle.is_writing:
+            self._session.burst(steps)
+
     # Findings.
 
     def on_finding(self, reaction: Callable[[Finding], Any] | str) -> Self:
         """Sets what happens when a rule finds a problem. Can be called several times.
 
         `reaction` is a function that is called with each new `Finding`, from the background thread; or "raise", for a
-        `FindingError` at the end of the next step; or "stop", to set `should_stop`. The last two react to warnings
-        and errors, not to findings of severity "info".
+        `FindingError` at the end of the next step; or "stop", to set `should_stop`; or "burst", to log the next 20
+        steps in full, up to 16 times. The last three react to warnings and errors, not to findings of severity "info".
         """
         self._lifecycle.check_open()
         self._actions.on_finding(reaction)

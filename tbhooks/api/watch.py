@@ -11,11 +11,12 @@ from torch import nn
 
 from tbhooks import rules as shipped_rules
 from tbhooks.api import environment, lifecycle, validation, writers
+from tbhooks.api.burst_file import BurstFile
 from tbhooks.api.finding_actions import FindingActions
 from tbhooks.api.handle import Watch
 from tbhooks.api.lifecycle import Lifecycle
 from tbhooks.capture.rank_context import RankContext, this_rank
-from tbhooks.capture.schedule import Schedule
+from tbhooks.capture.schedule import Bursts, Schedule
 from tbhooks.capture.selection import Selector, unwrap
 from tbhooks.capture.session import CaptureSession
 from tbhooks.capture.step.clock import MODES
@@ -104,12 +105,15 @@ def _start(
     """Builds and connects the parts of a watch, and starts it."""
     report = Report(is_quiet=context.rank != 0)
     history = History()
-    actions = FindingActions(rules if context.rank == 0 else (), history, report)
+    bursts = Bursts()
+    burst_file = BurstFile(sinks, bursts.ask)
+    actions = FindingActions(rules if context.rank == 0 else (), history, report, bursts)
     # A rank of a distributed job may be killed at any time: each step is flushed.
-    worker = Worker(sinks, actions.judge, report, flushes=is_in_job())
+    poll = burst_file.poll if burst_file.files else None
+    worker = Worker(sinks, actions.judge, report, flushes=is_in_job(), poll=poll)
     session = CaptureSession(
-        model, selector, kinds, schedule, step, context, worker.submit, actions.nonfinite, actions.raise_if_asked,
-        report,
+        model, selector, kinds, schedule, bursts, step, context, worker.submit, actions.nonfinite,
+        actions.raise_if_asked, report,
     )  # fmt: skip
     life = Lifecycle(weakref.ref(unwrap(model)), session, worker, sinks, context, report)
     watching = Watch(session, worker, life, actions, history, kinds, make_sinks)

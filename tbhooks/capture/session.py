@@ -10,20 +10,19 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tbhooks.capture.autograd import profiler_label, without_dispatch_modes
-from tbhooks.capture.hooks.collectors import Profile
+from tbhooks.capture.hooks.collectors import Profiles
 from tbhooks.capture.hooks.forward_event import ForwardEvent, Subscription
 from tbhooks.capture.hooks.observer import Observer
 from tbhooks.capture.packed_step import PackedStep
 from tbhooks.capture.rank_context import RankContext
 from tbhooks.capture.recorder import Recorder
 from tbhooks.capture.scalars.step_scalars import StepScalars
-from tbhooks.capture.schedule import Schedule
+from tbhooks.capture.schedule import Bursts, LoggedSteps, Schedule
 from tbhooks.capture.selection import Selector, unwrap
 from tbhooks.capture.step.clock import Clock
 from tbhooks.capture.step.evaluation import Evaluation
@@ -31,27 +30,28 @@ from tbhooks.capture.step.grad_scaler import ScalerReader
 from tbhooks.capture.step.nan_replay import Replay
 from tbhooks.capture.step.nonfinite_tripwire import Tripwire
 from tbhooks.capture.step.optimizer_round import GroupNumbers
+from tbhooks.capture.step.packing import Packer
 from tbhooks.capture.step.parameters import ParameterReader
 from tbhooks.capture.step.step import Step
 from tbhooks.data.self_report import Report
-from tbhooks.reduction import triton
 
 
 class CaptureSession:
     """The capture side of one watch. `Watch` calls its methods, and so do the clock, the observer and the scaler."""
 
     def __init__(
-        self, model: nn.Module, selector: Selector, kinds: tuple[str, ...], schedule: Schedule, mode: str,
-        context: RankContext, submit: Callable[[PackedStep], None], on_nonfinite: Callable[[int, Replay], None],
-        raise_if_asked: Callable[[], None], report: Report,
+        self, model: nn.Module, selector: Selector, kinds: tuple[str, ...], schedule: Schedule, bursts: Bursts,
+        mode: str, context: RankContext, submit: Callable[[PackedStep], None],
+        on_nonfinite: Callable[[int, Replay], None], raise_if_asked: Callable[[], None], report: Report,
     ) -> None:  # fmt: skip
         self._model, self._kinds = weakref.ref(unwrap(model)), kinds
-        self._context, self._rank, self._rank_group = context, context.rank, context.rank_group
+        self._rank, self._rank_group = context.rank, context.rank_group
         self._submit = submit
         self._report = report
         self.raise_if_asked = raise_if_asked
         """Raises the exception that the user has asked for (`on_nonfinite("raise")`), if there is one."""
-        self.schedule = schedule
+        self.schedule, self._bursts = schedule, bursts
+        self._logged_steps = LoggedSteps(schedule, bursts, context)
         self.recorder = Recorder(kinds)
         self.observer = Observer(model, selector, self.recorder, self, report)
         self.forwards = ForwardEvent(self._model, self.observer.gate, report)
@@ -59,6 +59,7 @@ class CaptureSession:
         self._scalars = StepScalars(
             self._model, self.recorder, self.observer, self._groups, self.forwards, context, submit
         )
+        self._packer = Packer(self._model, self.recorder, self._scalars, context, submit, report)
         self.parameters = ParameterReader(model, selector, self.recorder, self._groups, report)
         self.clock = Clock(
             mode, context.first_step, self._model, self.observer, self.parameters, self.forwards, self, report
@@ -67,8 +68,7 @@ class CaptureSession:
             self.observer, self.clock, self.recorder, self.parameters.gradients_unscaled, self._step_skipped, report
         )
         self.tripwire = Tripwire()
-        self.profiles: list[Profile] = []
-        self.logged = 0
+        self.profiles = Profiles()
         self._evaluation: Evaluation | None = None
         self.replay = Replay(self._model, self.observer, on_nonfinite, report)
         self._step = Step(context.first_step)
@@ -77,6 +77,11 @@ class CaptureSession:
         self._last_label = self._pauses = 0
         self._next_forward: Subscription | None = None
         self._thread = threading.get_ident()
+
+    @property
+    def logged(self) -> int:
+        """How many steps were logged."""
+        return self._packer.logged
 
     # The life of the session, for the handle.
 
@@ -102,11 +107,10 @@ class CaptureSession:
                     self._last_label = self.clock.count
             self.abandon()
             self._step_is_over(opens_next=False)
-            self._submit_late_scalars()
+            self._packer.submit_late_scalars(self.clock.count)
             self._finish_evaluation()
             self._scalars.means.write_rest(self._last_label)
-            for profile in self.profiles:
-                profile.stop(self.clock.count - 1)
+            self.profiles.stop(self.clock.count - 1)
         self.disconnect()
 
     def _read_interrupted(self, is_failing: bool) -> None:
@@ -149,7 +153,7 @@ class CaptureSession:
         with self._report.guarded("submitting a step"), self.clock.lock:
             self._step_is_over()
             if self.observer.seen is None and self._rank_group is None:
-                self._submit_late_scalars()
+                self._packer.submit_late_scalars(self.clock.count)
             self._finish_evaluation()
             if for_good:
                 self._scalars.means.write_rest(self._last_label)
@@ -163,8 +167,7 @@ class CaptureSession:
         self.clock.pause()
         self.forwards.pause()
         self.replay.stop()
-        for profile in self.profiles:
-            profile.leave_model()
+        self.profiles.leave_model()
 
     def resume(self) -> None:
         self._pauses -= 1
@@ -208,6 +211,19 @@ class CaptureSession:
         """From now on training metrics are logged: optimizer settings, throughput, memory."""
         self._scalars.metrics.add_parts(parts)
 
+    def burst(self, steps: int) -> None:
+        """Logs so many steps from now on. If the training thread asks, the open step is the first, as long as none of
+        its forwards has begun.
+        """
+        with self._report.guarded("burst"), self.clock.lock:
+            self._bursts.ask(steps)
+            is_too_late = self.observer.called or self._pauses or self._forward_is_compiled
+            if threading.get_ident() == self._thread and not is_too_late:
+                self._bursts.begin(self.clock.count)
+                if not self._step.is_logged:
+                    self._bursts.is_on_trial = True
+                    self._open_step(self.clock.count)
+
     def log(self, values: dict[str, Tensor | float]) -> None:
         """Logs scalars of the user, to the open step or to the one that has just ended."""
         with self._report.guarded("log"), self.clock.lock, profiler_label("log"):
@@ -238,6 +254,7 @@ class CaptureSession:
         return self.observer.seen is not None and not self._pauses
 
     def before_optimizer(self, optimizer: Optimizer, has_closure: bool) -> None:
+        self._end_trial()
         self._step_is_over()
         self._no_more_late_scalars()
         self.observer.optimizer_steps(self.clock.count)
@@ -260,10 +277,9 @@ class CaptureSession:
     def step_ended(self, label: int | None = None) -> None:
         with profiler_label("step"):
             self._close_step(self.clock.count if label is None else label)
-        for profile in self.profiles:
-            profile.step_ended(self.clock.count)
-            if self._pauses:
-                profile.leave_model()
+        self.profiles.step_ended(self.clock.count)
+        if self._pauses:
+            self.profiles.leave_model()
 
     def backward_begins(self) -> None:
         with self.clock.lock:
@@ -302,10 +318,11 @@ class CaptureSession:
         """Begins to record the open step, if it is a logged one. The recorder is free."""
         if self._step.number != number:  # the clock has restarted its count
             self._step = Step(number)
-        self._step.is_logged = self._is_logged(number)
+        self._step.is_logged = self._logged_steps.logs(number)
+        self._step.is_extra = self._logged_steps.is_extra(number)
         if self._step.is_logged:
             self.clock.parameters_may_have_changed()
-            self.recorder.begin(self.schedule.takes_histograms(self.logged))
+            self.recorder.begin(self._logged_steps.takes_histograms(number, self.logged))
             self.observer.begin(attach=not self._pauses)
             for tag, value in self._step.early.items():
                 self.recorder.scalar(tag, value)
@@ -313,6 +330,7 @@ class CaptureSession:
     def _close_step(self, label: int) -> None:
         """Closes the open step, or abandons it if it is not a logged one, and opens the next one."""
         self._thread = threading.get_ident()
+        self._end_trial()
         if self.clock.mode != "forward":  # there the forward that has just begun finishes the evaluation
             self._finish_evaluation()
         self._step_is_over()
@@ -325,7 +343,9 @@ class CaptureSession:
         ended.is_logged = self.observer.seen is not None
         ended.close(label, self.recorder.scalar_tags)
         next_number = self.clock.count + 1
-        self._step = Step(next_number, self._is_logged(next_number))
+        if not self._pauses:
+            self._bursts.begin(next_number + self._forward_is_compiled)
+        self._step = Step(next_number, self._logged_steps.logs(next_number))
         if self._step.is_logged:
             self.observer.expect_forward()
         if ended.is_closed:
@@ -337,49 +357,43 @@ class CaptureSession:
                 self._watch_next_forward()
             if self._waits_with_its_copy:
                 return
-            self._pack(ended)
+            self._packer.pack(ended)
             if self._other_ranks_wait:
-                self._submit_packed()
+                self._packer.submit(self._ended)
         self._open_step(next_number)
-        if self.clock.mode == "forward" and self.observer.gate.was_compiled:
+        if self._forward_is_compiled:
             # The forward that ended the step already runs, in a graph with or without hooks. This is for the next one.
-            self.observer.gate.open = self._is_logged(self.clock.count + 2)
+            self.observer.gate.open = self._logged_steps.logs(self.clock.count + 2)
+
+    def _end_trial(self) -> None:
+        """If a burst began in the middle of the open step and none of its forwards was seen, it is not logged."""
+        is_on_trial, self._bursts.is_on_trial = self._bursts.is_on_trial, False
+        if is_on_trial and self.observer.placement.is_attached and not self.observer.called:
+            self._step.is_logged = False
+            self.observer.cancel()
+            self.parameters.clear()
+            self.recorder.restart()
+            self._bursts.postpone()
+
+    @property
+    def _forward_is_compiled(self) -> bool:
+        """Whether a forward ends the step, and has been chosen before: a compiled graph with or without hooks."""
+        return self.clock.mode == "forward" and self.observer.gate.was_compiled
 
     def _step_is_over(self, opens_next: bool = True) -> None:
         """Packs and submits the step that has ended, because something of the next step has happened."""
         self._pack_closed(opens_next)
         self._scalars.write_means(self._ended, self._last_label)
-        self._submit_packed()
+        self._packer.submit(self._ended)
 
     def _pack_closed(self, opens_next: bool = True) -> None:
         """Packs the step that has ended if that was delayed, and opens the next one."""
         if self._ended is not None and self._ended.is_closed:
             try:
-                self._pack(self._ended)
+                self._packer.pack(self._ended)
             finally:
                 if opens_next:
                     self._open_step(self.clock.count)
-
-    def _pack(self, step: Step) -> None:
-        """Packs a closed step, or abandons it if it is empty. The recorder is free afterwards in any case."""
-        if self._context.was_made_too_early:
-            self._report.log_once("ranks are not merged: call init_process_group() before watch()")
-        try:
-            if not self._context.rank_has_changed and (self.recorder.has_something or self._rank_group is not None):
-                step.pack(self._copy(step.label))
-                self.logged += 1
-        finally:
-            if step.is_closed:  # the step is empty, or another rank writes it, or the copy failed
-                self.recorder.restart()
-                step.abandon()
-
-    def _submit_packed(self) -> None:
-        """Submits the step that has ended to the background thread, if it is packed."""
-        ended = self._ended
-        if ended is not None and ended.is_packed:
-            # In this order, because a signal handler may raise in between. Then the step is written twice, not lost.
-            self._submit(ended.packed)
-            ended.submitted()
 
     @property
     def _waits_with_its_copy(self) -> bool:
@@ -391,15 +405,6 @@ class CaptureSession:
     def _other_ranks_wait(self) -> bool:
         """Whether other ranks wait for this step, to merge it. The first logged step may still get a label."""
         return self._rank_group is not None and (self.clock.mode == "manual" or self.logged > 1)
-
-    def _copy(self, label: int) -> PackedStep:
-        """Starts the one copy to the host. Late scalars of earlier steps are in it, too."""
-        self._scalars.add_to_copy()
-        if triton.failure:
-            self._report.log_once(f"Triton is installed but fails; torch operations are used: {triton.failure}")
-        with profiler_label("copy"):
-            packed = self.recorder.pack(label, self._rank)
-        return self._context.shared(packed, self._model(), self._report)
 
     def _end_reading(self, keep_hooks: bool) -> None:
         """Completes the records of the step, and closes it for the hooks."""
@@ -413,11 +418,6 @@ class CaptureSession:
         self.observer.end(keep_hooks)
         if self.recorder.overflowed:
             self._report.log_once("a step made more calls than its buffer holds; the last ones are left out")
-
-    def _is_logged(self, step: int) -> bool:
-        """Whether this process records the step. Ranks other than 0 may have nothing to do."""
-        is_over = self._rank != 0 and self._rank_group is not None and self._rank_group.is_over
-        return self.schedule.logs(step) and not is_over and not self._context.rank_has_changed
 
     # Scalars of the step that has ended.
 
@@ -438,11 +438,6 @@ class CaptureSession:
             self._next_forward = None
         if self._ended is not None:
             self._ended.takes_late_scalars = False
-
-    def _submit_late_scalars(self) -> None:
-        """Makes a copy only for device scalars that were logged after the copy of their step."""
-        if self._scalars.wait_for_a_copy and self._rank == 0:
-            self._submit(replace(self._copy(self.clock.count), merge=None))
 
     def _finish_evaluation(self) -> None:
         if self._evaluation is not None:

@@ -13,10 +13,12 @@ from pathlib import Path
 
 import tbhooks
 from tbhooks import rules, runs
+from tbhooks.api import burst_file
 from tbhooks.data.errors import check_integer
 from tbhooks.drawing.text import printable
 from tbhooks.runs import compare, report_data
-from tbhooks.runs.run import every_run, one_run
+from tbhooks.runs.run import check_run, every_run, one_run
+from tbhooks.sinks.remote import local
 from tbhooks.views import report_html, report_text
 
 # Exit codes: `check` found an issue; a command failed; Ctrl-C, as shells report it.
@@ -29,6 +31,7 @@ examples:
   tbhooks run train.py --lr 0.1           run an unmodified training script with monitoring
   tbhooks report runs/train-...           summarize the run layer by layer
   tbhooks check runs/train-...            print its findings; exit code 1 if there is an error
+  tbhooks burst runs/train-... 20         log the next 20 steps of a training that is running
   tbhooks demo                            train a small CNN on handwritten digits
 
 In a script: tbhooks.watch(model, writer, every=100)
@@ -53,6 +56,7 @@ def main(arguments: Sequence[str]) -> int:
     _add_report(verbs.add_parser("report", help="summarize a run layer by layer, with its findings"))
     _add_check(verbs.add_parser("check", help="print findings; exit 1 if any reaches --fail-on"))
     _add_bench(verbs.add_parser("bench", help="measure the overhead of monitoring on this machine, with your model"))
+    _add_burst(verbs.add_parser("burst", help="have a training that is running log its next steps in full"))
     listing = verbs.add_parser("rules", help="list diagnostic rules")
     listing.set_defaults(verb=_rules)
     options = parser.parse_args(arguments)
@@ -172,6 +176,27 @@ def _print_findings(options: argparse.Namespace) -> int:
             _print(printable(name + line))
             found = found or finding.severity in counts
     return FOUND if found else 0
+
+
+# --- burst --------------------------------------------------------------------------------------------
+
+
+def _add_burst(burst: argparse.ArgumentParser) -> None:
+    burst.add_argument("run", metavar="RUNDIR", help="directory of a run that is being written, on this machine")
+    burst.add_argument("steps", metavar="N", nargs="?", type=int, default=20, help="how many (default: %(default)s)")
+    burst.set_defaults(verb=_burst)
+
+
+def _burst(options: argparse.Namespace) -> int:
+    return _run_verb("burst", lambda: _ask_for_burst(options))
+
+
+def _ask_for_burst(options: argparse.Namespace) -> int:
+    steps, directory = check_integer("N", options.steps), local(options.run)
+    check_run(directory)
+    burst_file.ask(directory, steps)
+    print(f"{printable(str(directory))}: the next {steps} steps will be logged in full, if the training is running")
+    return 0
 
 
 # --- rules --------------------------------------------------------------------------------------------

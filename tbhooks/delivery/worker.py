@@ -24,9 +24,13 @@ QUEUE_BYTES = 64 << 20
 # Beyond that the ranks notice that they are not at the same step, and merging ends.
 MOST_EMPTY = 16
 DEADLINE_S = 30.0
+# How often the thread polls, at most.
+POLL_S = 1.0
 # No exception of a sink or a rule ends the thread, not even sys.exit(), which in a thread ends only the thread.
 CAUGHT = (Exception, SystemExit)
 
+Poll = Callable[[], None]
+"""Called by the thread at most once a second, between two steps: looks for requests from outside the process."""
 Judge = Callable[[Frame], Frame]
 """Applied to each frame before the sinks get it: returns the frame with findings."""
 
@@ -61,11 +65,15 @@ def _is_step(item: Item) -> TypeGuard[Step]:
 class Worker:
     """Owns the queue, the thread and the sinks. All calls of a sink come from the one thread."""
 
-    def __init__(self, sinks: Sequence[Sink], judge: Judge, report: Report, flushes: bool = False) -> None:
+    def __init__(
+        self, sinks: Sequence[Sink], judge: Judge, report: Report, flushes: bool = False, poll: Poll | None = None
+    ) -> None:
         self._sinks = tuple(sinks)
         self._flushes = flushes
         self._evaluation_sinks: tuple[Sink, ...] | None = None
         self._judge = judge
+        self._poll = poll
+        self._polled_at = 0.0
         self._report = report
         self._queue: deque[Item] = deque()
         self._queued_bytes = 0
@@ -182,8 +190,8 @@ class Worker:
             pass
 
     def _next(self) -> Item:
+        self._wait_and_poll()
         with self._changed:
-            self._changed.wait_for(lambda: bool(self._queue))
             item = self._queue.popleft()
             self._queued_bytes -= item.nbytes if _is_step(item) else 0
             self._busy, self._writing = True, _is_step(item)
@@ -199,6 +207,22 @@ class Worker:
             self._busy = self._writing = False
             self._changed.notify_all()
         return item
+
+    def _wait_and_poll(self) -> None:
+        """Waits until something is queued, and polls in the meantime."""
+        is_waiting = True
+        while is_waiting:
+            left = self._polled_at + POLL_S - time.monotonic()
+            if self._poll is not None and left <= 0 and not self._is_threadless:
+                self._polled_at, left = time.monotonic(), POLL_S
+                try:
+                    self._poll()
+                except CAUGHT as problem:
+                    self._report.error("looking for requests", problem)
+            with self._changed:
+                is_waiting = not self._changed.wait_for(
+                    lambda: bool(self._queue), None if self._poll is None else max(left, 0)
+                )
 
     def _submit_last(self, last: _SubmitLast) -> None:
         try:

@@ -35,22 +35,23 @@ def _table(like: Tensor) -> Tensor:
     key = (like.dtype, like.device)
     if key not in _tables:
         with torch.inference_mode(False):
-            made = _bucket_of_bits(like.dtype)
             # On a CPU the tensor could be of a subclass that makes tensors of its own type.
-            on_host = like.device.type == "cpu"
-            _tables[key] = made if on_host else like.detach().new_empty(made.shape, dtype=made.dtype).copy_(made)
+            is_on_host = like.device.type == "cpu"
+            some = torch.empty(0, dtype=like.dtype, device="cpu") if is_on_host else like.detach()
+            _tables[key] = _bucket_of_bits(some)
     return _tables[key]
 
 
-def _bucket_of_bits(dtype: torch.dtype) -> Tensor:
+def _bucket_of_bits(like: Tensor) -> Tensor:
     """Bucket of every (sign, exponent, top mantissa bit), in the order of the shifted bits.
 
-    The shift is arithmetic: those of negative numbers are negative, and come first.
+    The shift is arithmetic: those of negative numbers are negative, and come first. The table is computed on the device
+    of `like`: a copy from the host would wait for everything the device still has to do.
     """
-    _, _, exponent_bits = _LAYOUT[dtype]
+    _, _, exponent_bits = _LAYOUT[like.dtype]
     half = 1 << (exponent_bits + 1)
     bias = (1 << (exponent_bits - 1)) - 1
-    bits = torch.arange(half, device="cpu")  # whatever the default device is
+    bits = torch.arange(half, out=like.new_empty(half, dtype=torch.int64))
     above = (bits - 2 * (bias + LOWEST_EXPONENT) + 1).clamp(0, HALF_OCTAVES)
     infinite = bits >= half - 2
     positive = torch.where(infinite, REJECTED, MIDDLE + above)
@@ -59,10 +60,9 @@ def _bucket_of_bits(dtype: torch.dtype) -> Tensor:
 
 
 def add_counts(numbers: Tensor, out: Tensor) -> None:
-    """Adds the bucket counts of a real, flat tensor to the `SLOTS` integers of `out`, in four launches.
+    """Adds the bucket counts of a real, flat tensor to the `SLOTS` integers of `out`, in five launches.
 
-    One more for types that are converted first. Temporaries: 4 bytes for each element, 8 if only deterministic
-    algorithms are allowed.
+    One more for types that are converted first. Temporaries: 4 bytes for each element beside the type's own size.
     """
     wide = numbers if numbers.dtype in _LAYOUT else numbers.float()
     table = _table(wide)
@@ -77,7 +77,8 @@ def _counts_of_bits(numbers: Tensor, kinds: int) -> Tensor:
     if torch.are_deterministic_algorithms_enabled():  # which histc is not, as far as torch knows
         index = torch.bitwise_right_shift(bits, shift, out=torch.empty_like(bits, dtype=torch.int64)).add_(kinds // 2)
         return torch.zeros_like(index[:1]).expand(kinds).clone().index_add_(0, index, torch.ones_like(index))
-    leading = torch.bitwise_right_shift(bits, shift, out=torch.empty_like(bits, dtype=torch.float32))
+    # In two operations: CUDA has no shift that writes floats.
+    leading = torch.bitwise_right_shift(bits, shift).to(torch.float32)
     return torch.histc(leading, kinds, -(kinds // 2), kinds // 2)
 
 

@@ -2,7 +2,7 @@
 
 The arithmetic is in the type of the row, float64 wherever the device has it, around the mean: a sum of squares in
 float32 would return variance 0 at mean 300, std 0.01, and overflow at 1e20. On a device a launch costs more than
-arithmetic: `reduce` makes six, and leaves the arithmetic on single numbers to finalize.py.
+arithmetic: `reduce` makes seven, and leaves the arithmetic on single numbers to finalize.py.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ _constants: dict[tuple[torch.dtype, torch.dtype, torch.device, int], tuple[Tenso
 
 
 def reduce(numbers: Tensor, row_type: torch.dtype) -> list[Tensor]:
-    """The partial results of which finalize.py makes a row, along the last dimension, in six launches.
+    """The partial results of which finalize.py makes a row, along the last dimension, in seven launches.
 
     Temporaries: the type's own size and 4 * (1 + row_type.itemsize) bytes for each element.
     """

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib.util
 import threading
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -91,11 +92,17 @@ def launch(numbers: Tensor, row: Tensor, counts: Tensor | None) -> None:
     programs = min(stretches, MOST_PROGRAMS)
     partial = torch.empty((programs, kernels.PARTIALS), dtype=torch.float64, device=numbers.device)
     each = -(-stretches // programs)
-    kernels.partial_rows[(programs,)](
-        numbers, numbers.numel(), partial, row if counts is None else counts, each,
-        STRETCH=STRETCH, WITH_BUCKETS=counts is not None,
-    )  # fmt: skip
-    kernels.merge_rows[(1,)](partial, programs, row, PROGRAMS=_power_of_two(programs))
+    with _device_of(numbers):
+        kernels.partial_rows[(programs,)](
+            numbers, numbers.numel(), partial, row if counts is None else counts, each,
+            STRETCH=STRETCH, WITH_BUCKETS=counts is not None,
+        )  # fmt: skip
+        kernels.merge_rows[(1,)](partial, programs, row, PROGRAMS=_power_of_two(programs))
+
+
+def _device_of(tensor: Tensor) -> AbstractContextManager[object]:
+    """Triton launches on the current device, which need not be that of the tensor."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
 def _power_of_two(n: int) -> int:

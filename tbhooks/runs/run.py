@@ -93,6 +93,11 @@ def read(directory: str | Path, progress: Progress | None = None) -> Run:
     return Run(where, frames, first_of_each(frames), scalars, reader.problems, channels)
 
 
+def check_run(directory: Path) -> None:
+    """Raises an ArgumentError if there is no run in this directory."""
+    _files(directory)
+
+
 def find(directory: str | Path) -> list[Path]:
     """Every directory at or below this one that holds a run, sorted by name.
 

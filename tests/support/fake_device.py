@@ -84,6 +84,11 @@ class Log:
 
     def __init__(self) -> None:
         self.copies: list[tuple[int, ...]] = []
+        """Shapes of what was copied from the device to the host."""
+        self.uploads: list[tuple[int, ...]] = []
+        """Shapes of what was copied from the host to the device. A copy of memory that is not pinned waits for the
+        device; the host has no other memory here.
+        """
         self.syncs: int = 0
         self.ops: Counter[str] = Counter()
         self.launches: Counter[str] = Counter()
@@ -102,6 +107,7 @@ class Log:
     def reset(self) -> None:
         """Forget everything recorded so far."""
         self.copies.clear()
+        self.uploads.clear()
         self.syncs = 0
         self.ops.clear()
         self.launches.clear()
@@ -188,6 +194,7 @@ class FakeDeviceTensor(Tensor):
     ) -> Any:
         kwargs = dict(kwargs or {})
         _check_devices(func, args, kwargs)
+        _check_types(func, kwargs)
         _record(func, args, kwargs)
         to_host = "device" in kwargs and torch.device(kwargs["device"] or DEVICE).type == "cpu"
         host_kwargs = dict(kwargs, device=_HOST) if "device" in kwargs else kwargs
@@ -224,6 +231,14 @@ def _check_devices(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
             raise RuntimeError(f"{func}: expected all tensors on {DEVICE}, found one on {tensor.device}")
 
 
+def _check_types(func: OpOverload, kwargs: dict[str, Any]) -> None:
+    """Refuses what a CPU computes and CUDA kernels, which are chosen by the type of the output, do not."""
+    out = kwargs.get("out")
+    name = func._schema.name.removeprefix("aten::")
+    if isinstance(out, Tensor) and out.is_floating_point() and name.startswith("bitwise_"):
+        raise NotImplementedError(f'"{name}_cuda" not implemented for {out.dtype}')
+
+
 def _rewrap(func: OpOverload, inputs: Any, host_out: Any) -> Any:
     """Wrap results, giving back the caller's own tensor where the operation returned an argument."""
     given = {id(_unwrap(tensor)): tensor for tensor in _tensors(inputs)}
@@ -254,20 +269,33 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _record(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    copies = _host_copies(func, args, kwargs)
+    copies, uploads = _crossings(func, args, kwargs)
     synced = _waits_for_data(func, args)
     for log in Log._open:
         log.ops[str(func)] += 1
-        log.launches[str(func)] += not (func.is_view or func in _NO_KERNEL)
+        log.launches[str(func)] += _kernels_of(func)
         log.copies.extend(copies)
+        log.uploads.extend(uploads)
         log.syncs += synced
 
 
-def _host_copies(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[int, ...]]:
-    """Shapes of the device-to-host copies this call makes."""
+def _kernels_of(func: OpOverload) -> int:
+    """How many kernels CUDA starts for an operation."""
+    if func.is_view or func in _NO_KERNEL:
+        return 0
+    return 2 if func is aten.aminmax.default else 1  # along a dimension, the minimum and then the maximum
+
+
+Shapes = list[tuple[int, ...]]
+
+
+def _crossings(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Shapes, Shapes]:
+    """Shapes of what this call copies from the device to the host, and from the host to the device."""
     if func is aten._to_copy.default:
         device = kwargs.get("device")
-        return [tuple(args[0].shape)] if device is not None and torch.device(device).type == "cpu" else []
+        return ([tuple(args[0].shape)] if device is not None and torch.device(device).type == "cpu" else []), []
+    if func in _INDEXING:
+        return [], [tuple(index.shape) for index in _tensors(args[1]) if not isinstance(index, FakeDeviceTensor)]
     if func is aten.copy_.default:
         pairs = [(args[0], args[1])]
     elif func is aten._copy_from.default:
@@ -275,11 +303,15 @@ def _host_copies(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     elif func is aten._foreach_copy_.default:
         pairs = list(zip(args[0], args[1], strict=True))
     else:
-        return []
+        return [], []
+    return _moved(pairs, to_device=False), _moved(pairs, to_device=True)
+
+
+def _moved(pairs: list[tuple[Tensor, Tensor]], to_device: bool) -> Shapes:
     return [
         tuple(source.shape)
         for target, source in pairs
-        if isinstance(source, FakeDeviceTensor) and not isinstance(target, FakeDeviceTensor)
+        if isinstance(target, FakeDeviceTensor) is to_device and isinstance(source, FakeDeviceTensor) is not to_device
     ]
 
 

@@ -353,14 +353,35 @@ def test_copy_into_part_of_a_host_tensor(log: Log) -> None:
     assert log.copies == [(2,)]
 
 
-def test_copies_to_and_on_the_device_are_free(log: Log) -> None:
-    x = torch.ones(3).to(DEVICE)
-    torch.empty(3, device=DEVICE).copy_(torch.ones(3))
-    torch.tensor([1.0, 2.0], device=DEVICE)
-    torch.as_tensor(np.ones(2), device=DEVICE)
+@pytest.mark.parametrize(
+    "upload",
+    [
+        lambda host, _: host.to(DEVICE),
+        lambda host, _: torch.empty(3, device=DEVICE).copy_(host),
+        lambda host, _: torch.tensor(host.tolist(), device=DEVICE),
+        lambda host, _: torch.as_tensor(host.numpy(), device=DEVICE),
+        lambda host, there: torch._foreach_copy_([there], [host]),
+        lambda host, there: there[host.long()],
+    ],
+)
+def test_copies_to_the_device_are_recorded_once(log: Log, upload: Callable[[Tensor, Tensor], Any]) -> None:
+    upload(torch.ones(3), put(torch.zeros(3)))
+    assert log.uploads == [(3,)]
+    assert (log.copies, log.syncs) == ([], 0)
+
+
+def test_copies_on_the_device_are_free(log: Log) -> None:
+    x = put(torch.ones(3))
     x.to(torch.float64).clone()
     x.copy_(put(torch.zeros(3)))
-    assert (log.copies, log.syncs) == ([], 0)
+    assert (log.copies, log.uploads, log.syncs) == ([], [], 0)
+
+
+def test_bitwise_operations_do_not_write_floats_as_on_cuda() -> None:
+    bits = put(torch.ones(3, dtype=torch.int32))
+    torch.bitwise_right_shift(bits, 1, out=torch.empty_like(bits, dtype=torch.int64))
+    with pytest.raises(NotImplementedError, match="not implemented for"):
+        torch.bitwise_right_shift(bits, 1, out=torch.empty_like(bits, dtype=torch.float32))
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,28 @@ class Profile(Protocol):
         """The watch closes after this step."""
 
 
+class Profiles:
+    """The profilers of one watch."""
+
+    def __init__(self) -> None:
+        self._all: list[Profile] = []
+
+    def add(self, profile: Profile) -> None:
+        self._all.append(profile)
+
+    def step_ended(self, step: int) -> None:
+        for profile in self._all:
+            profile.step_ended(step)
+
+    def leave_model(self) -> None:
+        for profile in self._all:
+            profile.leave_model()
+
+    def stop(self, step: int) -> None:
+        for profile in self._all:
+            profile.stop(step)
+
+
 class Collectors:
     """All collectors of one watch. An exception in one reaches neither training nor the others."""
 

@@ -119,6 +119,11 @@ class Observer:
             self._close()
             self._step.reopen()
 
+    def cancel(self) -> None:
+        """Closes a step that is not logged after all."""
+        self._close()
+        self.detach()
+
     def abandon(self) -> None:
         """Closes a step that was cut short, and leaves no hook behind."""
         self._step.expects_forward = False

@@ -113,11 +113,12 @@ class StepScalars:
         """Whether there are scalars that were logged after the copy of their step."""
         return bool(self._for_next_copy)
 
-    def add_to_copy(self) -> None:
-        """Adds these scalars, under their own steps, and the means that are due to the copy that follows."""
-        for (step, tag), value in self._for_next_copy.items():
-            self._recorder.scalar(tag, value, earlier_step=step)
-        self._for_next_copy = {}
+    def add_to_copy(self, with_late: bool) -> None:
+        """Adds the means that are due to the copy that follows; `with_late` also these scalars, with their steps."""
+        if with_late:
+            for (step, tag), value in self._for_next_copy.items():
+                self._recorder.scalar(tag, value, earlier_step=step)
+            self._for_next_copy = {}
         self.means.add_to_copy(self._recorder)
 
     def write_means(self, ended: Step | None, last_label: int) -> None:

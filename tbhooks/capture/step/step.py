@@ -47,6 +47,8 @@ class Step:
     number: int
     """How many steps the clock had counted when this one began."""
     is_logged: bool = False
+    is_extra: bool = False
+    """Whether it is logged only because of a burst. Other ranks do not log it."""
     state: State = State.OPEN
     label: int = -1
     """The step number that is written; known when the step has ended."""
