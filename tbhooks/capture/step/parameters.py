@@ -68,7 +68,8 @@ class ParameterReader:
         self._report = report
         self._snapshots = WeightSnapshots()
         self._sites: dict[tuple[str, str], int] = {}
-        self._sample_sizes: dict[tuple[torch.device, int], int] = {}
+        self._sample_sizes: dict[frozenset[int], int] = {}
+        self._never_sampled: frozenset[int] = frozenset()
         self.clear()
 
     def clear(self) -> None:
@@ -151,20 +152,29 @@ class ParameterReader:
         """Copies weights on devices, as much of them as fits into the free memory."""
         for device in {weight.device for weight in weights.values()}:
             here = {key: weight for key, weight in weights.items() if weight.device == device}
-            most = None if device.type == "cpu" else self._sample_size(device, list(here.values()), optimizer)
+            if device.type == "cpu":
+                self._snapshots.clone(here)
+                continue
+            expected = weight_sample.expected_state(optimizer, here.values())
+            limit = weight_sample.budget(device, expected)
+            whole = {key: weight for key, weight in here.items() if key in self._never_sampled}
+            if sum(weight.nbytes for weight in whole.values()) <= limit:
+                self._snapshots.clone(whole)
+                limit -= sum(weight.nbytes for weight in whole.values())
+            others = {key: weight for key, weight in here.items() if key not in whole}
+            most = self._sample_size(others, limit, is_first=expected > 0)
             if most != NO_ROOM:
-                self._snapshots.clone(here, most)
+                self._snapshots.clone(others, most)
             for key in here:
                 if key not in self._snapshots:
                     self._report.mark_unseen(f"update/{self._paths[key]}", NOT_COPIED)
 
-    def _sample_size(self, device: torch.device, weights: list[Tensor], optimizer: Optimizer) -> int:
+    def _sample_size(self, weights: dict[int, Tensor], limit: int, is_first: bool) -> int:
         """Returns the most elements of one weight that are copied. It never grows, so that charts have few breaks."""
-        expected = weight_sample.expected_state(optimizer, weights)
-        most = weight_sample.sample_size(weights, weight_sample.budget(device, expected))
-        key = device, len(weights)
-        if most == NO_ROOM or expected:  # in its first step an optimizer allocates more than in others
+        most = weight_sample.sample_size(list(weights.values()), limit)
+        if most == NO_ROOM or is_first:  # in its first step an optimizer allocates more than in others
             return most
+        key = frozenset(weights)
         self._sample_sizes[key] = min(most, self._sample_sizes.get(key, most))
         return self._sample_sizes[key]
 
@@ -226,6 +236,7 @@ class ParameterReader:
                 for kind in ("weight", "weight_gradient", "update"):
                     self._recorder.shards[Site(path, kind)] = sharded_tensors.shard_index(parameter)
         if self._recorder.wants("update"):
+            self._never_sampled = weight_sample.updated_in_few_rows(model)
             local = ((key, self._weight(key)) for key in self._tensors)
             self._snapshots.reserve((key, weight) for key, weight in local if can_be_one_of_many(weight))
 

@@ -3,7 +3,8 @@
 The copies on a device may take `BUDGET` bytes, and no more than half of what the training has left free. Within that
 every weight is copied whole. Beyond it, weights up to a certain size are copied whole and of larger ones that many
 elements, in runs spread evenly over the weight; the update is then an estimate. `benchmarks/sampled_updates.py`
-compares the estimates with exact updates. No tensor is allocated here.
+compares the estimates with exact updates: embeddings are never sampled, because a step changes few of their rows much.
+No tensor is allocated here.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import contextlib
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 # The most bytes that the copies of weights take on one device.
@@ -66,6 +67,12 @@ def sample_size(weights: Sequence[Tensor], limit: int) -> int:
             return size
         size //= 2
     return NO_ROOM
+
+
+def updated_in_few_rows(model: nn.Module) -> frozenset[int]:
+    """The ids of weights whose updates cannot be estimated from a sample: a few rows may have all of the update."""
+    tables = (nn.Embedding, nn.EmbeddingBag)
+    return frozenset(id(module.weight) for module in model.modules() if isinstance(module, tables))
 
 
 def sample(weight: Tensor, most: int) -> Tensor | None:

@@ -229,6 +229,25 @@ def test_the_sample_does_not_grow_again(memory: DeviceMemory) -> None:
     assert [frame["0.weight", "update"].is_sampled for frame in watching.history] == [False, True, True]
 
 
+def test_an_embedding_is_never_sampled(memory: DeviceMemory) -> None:
+    """A few rows may have all of its update."""
+    trained = fake_device.to_device(nn.Sequential(nn.Embedding(600, 40), nn.Linear(40, 1000)))
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.1, momentum=0.9)
+    words = fake_device.put(torch.tensor([3, 5]))
+    with tbhooks.watch(trained, every=1) as watching:
+        for free in (1 << 30, 300 << 10, 100 << 10):
+            trained(words).square().mean().backward()
+            memory.free = free
+            optimizer.step()
+    small_model, middle, small = watching.history
+    assert not small_model["0.weight", "update"].is_sampled
+    assert not middle["0.weight", "update"].is_sampled
+    assert middle["1.weight", "update"].is_sampled
+    assert ("0.weight", "update") not in small
+    assert "free memory" in watching.stats.unseen["update/0.weight"]
+    assert watching.stats.errors == 0
+
+
 # --- In files -------------------------------------------------------------------------------------
 
 
