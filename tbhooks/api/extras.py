@@ -87,7 +87,7 @@ class Extras:
     def progress(self, parts: Sequence[str]) -> None:
         check_names("part of the progress", parts, PARTS)
         if self._lifecycle.is_active:
-            self._session.log_metrics(frozenset(parts or PARTS))
+            self._session.metrics.add_parts(frozenset(parts or PARTS))
 
     def hparams(self, values: dict[str, Any], metrics: Sequence[str]) -> None:
         hyperparameters = validation.parse_hyperparameters(values, metrics)

@@ -96,6 +96,34 @@ class Watch:
         if self._lifecycle.is_active:
             self._session.log(numbers)
 
+    @dynamo_disable
+    def samples(self, values: Any, ids: Any = None, group: Any = None, most: int = 16) -> None:
+        """Shows which samples of a logged step have the largest values, and the mean of each group.
+
+        Args:
+            values: one number per sample, or per token of each sample: usually losses before they are averaged.
+                A tensor stays on its device: there is no copy and no synchronization but the one of the step.
+            ids: what the samples are called: integers in a tensor, or a list of integers or strings. Values with more
+                dimensions than the ids have several per sample. Without ids, samples are numbered within the step.
+            group: the group of each sample, such as its data source, as `ids`; or one string for all. The first 64
+                groups have their own mean.
+            most: how many samples are kept of a step.
+
+        `frame.samples` has them, the largest value first; TensorBoard shows a table in the TEXT tab and the means of
+        the groups as scalars `train.loss_by/<group>`. Call it once for each batch, before the optimizer's step or
+        right after it. Several calls in a step, as with accumulated gradients, are merged, and so are ranks.
+
+        >>> losses = F.cross_entropy(logits, targets, reduction="none")  # doctest: +SKIP
+        >>> w.samples(losses, ids=batch["id"], group=batch["source"])  # doctest: +SKIP
+
+        Raises an `ArgumentError` if lengths do not fit together.
+
+        """
+        self._lifecycle.check_open()
+        call = validation.samples(values, ids, group, most)
+        if self._lifecycle.is_active:
+            self._session.log({}, call)
+
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """A context in which nothing is captured. Steps are still counted.

@@ -6,10 +6,13 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from tbhooks.capture.scalars.step_samples import SampleCall
 from tbhooks.data.artifacts import Hyperparameters
 from tbhooks.data.errors import ArgumentError, check_integer, invalid_argument, quoted
+from tbhooks.data.samples import SampleId, as_id
 
 
 def histograms(value: Any) -> bool | int:
@@ -41,6 +44,50 @@ def number(name: str, value: Any) -> Tensor | float:
         return float(value)
     except (TypeError, ValueError, OverflowError):
         raise ArgumentError(f"log() takes numbers and one-element tensors; {name!r} is {quoted(value)}") from None
+
+
+MOST_SAMPLES = 1024
+
+
+def samples(values: Any, ids: Any, group: Any, most: Any) -> SampleCall:
+    """The arguments of `samples`. Tensors stay on their device."""
+    if check_integer("most", most) > MOST_SAMPLES:
+        raise invalid_argument("most", f"an integer <= {MOST_SAMPLES}", most)
+    given = values if isinstance(values, Tensor) else _as_tensor(values)
+    if given.is_complex() or given.is_meta or given.layout is not torch.strided:
+        raise invalid_argument("values", "a dense tensor of real numbers", values)
+    names = group if isinstance(group, str) or group is None else _per_sample("group", group, given)
+    if isinstance(names, tuple):
+        names = tuple(map(str, names))
+    return SampleCall(given, None if ids is None else _per_sample("ids", ids, given), names, int(most))
+
+
+def _as_tensor(values: Any) -> Tensor:
+    try:
+        return torch.as_tensor(values, dtype=torch.float64, device="cpu")
+    except (TypeError, ValueError, RuntimeError):
+        raise invalid_argument("values", "a tensor or a list of numbers, one per sample", values) from None
+
+
+def _per_sample(name: str, given: Any, values: Tensor) -> Tensor | tuple[SampleId, ...]:
+    """One id or group for each sample: on the device of the values, else as Python values."""
+    if isinstance(given, Tensor):
+        if given.is_floating_point() or given.is_complex() or given.dtype is torch.bool:
+            raise invalid_argument(name, "a tensor of integers", given)
+        shape = tuple(given.shape)
+        if given.device != values.device and given.device.type != "cpu":
+            raise ArgumentError(f"{name} is on {given.device}, and values on {values.device}: use one device")
+    else:
+        try:
+            shape = (len(given),)
+        except TypeError:
+            raise invalid_argument(name, "a tensor or a list with one entry per sample", given) from None
+    if tuple(values.shape[: len(shape)]) != shape and not (len(shape) == 1 and shape[0] == values.numel()):
+        raise ArgumentError(f"{name} has the shape {shape}, which does not fit values of shape {tuple(values.shape)}")
+    if isinstance(given, Tensor):
+        return given.detach() if given.device == values.device else tuple(given.reshape(-1).tolist())
+    listed = given.tolist() if hasattr(given, "tolist") else given
+    return tuple(as_id(entry) for entry in listed)
 
 
 def steps(value: Any) -> tuple[int, int]:

@@ -86,6 +86,8 @@ Read = Callable[[Attached], NDArray[Any]]
 """Returns an attached tensor, after the copy."""
 ArtifactBuilder = Callable[[Read], Iterable[Artifact]]
 """Makes artifacts of attached tensors in the background; it raises nothing."""
+TablePart = Callable[[StepTable, Read], StepTable]
+"""Adds numbers that are in attached tensors to the table of the step, in the background; it raises nothing."""
 Merge = Callable[[StepTable], MergedStep | None]
 """Merges the table of this rank with those of all ranks; returns None if another rank writes."""
 
@@ -114,6 +116,8 @@ class PackedStep:
     """Merges it with the tables of other ranks, which wait for that."""
     artifact_builders: Sequence[ArtifactBuilder] = ()
     """What makes the artifacts of the step."""
+    parts: Sequence[TablePart] = ()
+    """What adds to the table of the step: samples, metrics."""
 
     @property
     def nbytes(self) -> int:
@@ -124,7 +128,7 @@ class PackedStep:
         """The step without its numbers: other ranks still have to be answered. None if there are none."""
         if self.merge is None:
             return None
-        return replace(self, copies={}, calls=[], scalars={}, earlier={}, artifact_builders=())
+        return replace(self, copies={}, calls=[], scalars={}, earlier={}, artifact_builders=(), parts=())
 
     def frames(self) -> list[Frame]:
         """The frame of the step, after frames with late scalars of earlier steps."""
@@ -150,18 +154,23 @@ class PackedStep:
     def _frames(self, merged: MergedStep) -> list[Frame]:
         table = merged.table
         late = [self._scalar_frame(step, scalars) for step, scalars in table.earlier.items()]
-        artifacts = self._artifacts()
-        if table.sites:
-            return [*late, replace(self._frame(merged), artifacts=artifacts)]
-        if not table.scalars and not artifacts:
+        artifacts = tuple(artifact for make in self.artifact_builders for artifact in make(self._attached))
+        if not table.sites and not table.scalars and not artifacts and not table.samples:
             return late
-        return [*late, replace(self._scalar_frame(self.step, table.scalars), artifacts=artifacts)]
+        frame = self._frame(merged) if table.sites else self._scalar_frame(self.step, table.scalars)
+        scalars = {**frame.scalars, **table.samples.scalars()}
+        return [*late, replace(frame, scalars=scalars, artifacts=artifacts, samples=table.samples)]
 
-    def _artifacts(self) -> tuple[Artifact, ...]:
-        def read(what: Attached) -> NDArray[Any]:
-            return self.copies[what.buffer].attached(what)
+    def _attached(self, what: Attached) -> NDArray[Any]:
+        return self.copies[what.buffer].attached(what)
 
-        return tuple(artifact for make in self.artifact_builders for artifact in make(read))
+    def added_to(self, table: StepTable, _read: Read) -> StepTable:
+        """A `TablePart` that adds the parts of this step, from its own copy, to the table of another one."""
+        for copy in self.copies.values():
+            copy.wait()
+        for add in self.parts:
+            table = add(table, self._attached)
+        return table
 
     def _scalar_frame(self, step: int, scalars: dict[str, float]) -> Frame:
         nothing = np.zeros((0, 0), dtype=np.int64)
@@ -181,11 +190,14 @@ class PackedStep:
         sites = [self.sites[number] for number in order]
         values = stats.merge(_gather(rows, record, stats.WIDTH), owner, len(order))
         scalars = {**_read(self.scalars, rows), **self._extrapolate(sites, values, counts)}
-        return StepTable(
+        table = StepTable(
             self.step, sites, values, counts,
             np.array([self._shard(site) for site in sites], dtype=np.int64).reshape(-1, 2), scalars,
             {step: _read(scalars, rows) for step, scalars in self.earlier.items()}, self.group,
         )  # fmt: skip
+        for add in self.parts:
+            table = add(table, self._attached)
+        return table
 
     def _extrapolate(self, sites: Sequence[Site], values: stats.Floats, counts: stats.Counts) -> dict[str, float]:
         """Scales the rows and counts of samples to their whole tensors, in place. Returns the scalars that mark them:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tbhooks.capture import sharded_tensors
 from tbhooks.capture.device_buffer import Buffer, copy_out
-from tbhooks.capture.packed_step import ArtifactBuilder, Attached, PackedStep, Scalars, Span
+from tbhooks.capture.packed_step import ArtifactBuilder, Attached, PackedStep, Scalars, Span, TablePart
 from tbhooks.data import stats
 from tbhooks.data.frame import Site
 from tbhooks.reduction import batched, cpu, histogram, torch_rows, triton
@@ -108,6 +108,7 @@ class Recorder:
         self._scalars: Scalars = {}
         self._earlier: dict[int, Scalars] = {}
         self._artifact_builders: list[ArtifactBuilder] = []
+        self._parts: list[TablePart] = []
 
     def wants(self, *kinds: str) -> bool:
         """Whether any of these kinds was asked for."""
@@ -136,7 +137,7 @@ class Recorder:
         """Forgets what was recorded so far; waits for a tensor that is being read in another thread."""
         with self._lock:
             self.calls, self._scalars, self._earlier, self._artifact_builders = [], {}, {}, []
-            self._owners, self._sampled = {}, {}
+            self._owners, self._sampled, self._parts = {}, {}, []
             for buffer in self._buffers:
                 buffer.reset()
 
@@ -238,7 +239,7 @@ class Recorder:
     def keep_scalars_only(self, start: str) -> None:
         """Removes everything but scalars whose tag starts with `start`."""
         with self._lock:
-            self.calls, self._owners, self._artifact_builders = [], {}, []
+            self.calls, self._owners, self._artifact_builders, self._parts = [], {}, [], []
             self._scalars = {tag: value for tag, value in self._scalars.items() if tag.startswith(start)}
 
     def scalar(self, tag: str, value: Tensor | float, earlier_step: int | None = None) -> None:
@@ -280,10 +281,14 @@ class Recorder:
         """Adds what makes artifacts of the step, in the background after the copy."""
         self._artifact_builders.append(make)
 
+    def part(self, add: TablePart) -> None:
+        """Adds what adds numbers of attached tensors to the table of the step, in the background after the copy."""
+        self._parts.append(add)
+
     @property
     def has_something(self) -> bool:
         """Whether anything was recorded."""
-        return bool(self.calls or self._scalars or self._artifact_builders)
+        return bool(self.calls or self._scalars or self._artifact_builders or self._parts)
 
     @property
     def overflowed(self) -> bool:
@@ -305,7 +310,7 @@ class Recorder:
             packed = PackedStep(
                 step, time.time(), rank, self.sites[:], self._shown, self.with_buckets,
                 copies, self.calls, self._scalars, self._earlier, dict(self.shards), self._sampled,
-                artifact_builders=self._artifact_builders,
+                artifact_builders=self._artifact_builders, parts=self._parts,
             )  # fmt: skip
             self.restart()
         return packed

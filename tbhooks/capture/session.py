@@ -21,6 +21,7 @@ from tbhooks.capture.hooks.observer import Observer
 from tbhooks.capture.packed_step import PackedStep
 from tbhooks.capture.rank_context import RankContext
 from tbhooks.capture.recorder import Recorder
+from tbhooks.capture.scalars.step_samples import SampleCall, StepSamples
 from tbhooks.capture.scalars.step_scalars import StepScalars
 from tbhooks.capture.schedule import Bursts, LoggedSteps, Schedule
 from tbhooks.capture.selection import Selector, unwrap
@@ -59,6 +60,8 @@ class CaptureSession:
         self._scalars = StepScalars(
             self._model, self.recorder, self.observer, self._groups, self.forwards, context, submit
         )
+        self.metrics = self._scalars.metrics
+        self.samples = StepSamples(self.recorder, self.observer, context, submit, report)
         self._packer = Packer(self._model, self.recorder, self._scalars, context, submit, report)
         self.parameters = ParameterReader(model, selector, self.recorder, self._groups, report)
         self.clock = Clock(
@@ -207,10 +210,6 @@ class CaptureSession:
             self.forwards.subscribe(self._forward_begins, in_graph=True)
         self._scalars.means.every = every
 
-    def log_metrics(self, parts: frozenset[str]) -> None:
-        """From now on training metrics are logged: optimizer settings, throughput, memory."""
-        self._scalars.metrics.add_parts(parts)
-
     def burst(self, steps: int) -> None:
         """Logs so many steps from now on. If the training thread asks, the open step is the first, as long as none of
         its forwards has begun.
@@ -224,12 +223,14 @@ class CaptureSession:
                     self._bursts.is_on_trial = True
                     self._open_step(self.clock.count)
 
-    def log(self, values: dict[str, Tensor | float]) -> None:
-        """Logs scalars of the user, to the open step or to the one that has just ended."""
+    def log(self, values: dict[str, Tensor | float], call: SampleCall | None = None) -> None:
+        """Logs scalars and samples of the user, to the open step or to the one that has just ended."""
         with self._report.guarded("log"), self.clock.lock, profiler_label("log"):
             ended = self._step_taking_late_scalars
             for tag, value in values.items():
                 self._scalars.log(tag, value, self._step, ended)
+            if call is not None:
+                self.samples.add(call, self._step, ended)
             if ended is not None and ended.is_logged:
                 self._watch_next_forward()
                 if not self._scalars.means.is_due:  # the copy has waited for these scalars
@@ -326,6 +327,8 @@ class CaptureSession:
             self.observer.begin(attach=not self._pauses)
             for tag, value in self._step.early.items():
                 self.recorder.scalar(tag, value)
+            for part in self._step.early_parts:
+                self.recorder.part(part)
 
     def _close_step(self, label: int) -> None:
         """Closes the open step, or abandons it if it is not a logged one, and opens the next one."""
@@ -353,7 +356,7 @@ class CaptureSession:
                 self.observer.warn_if_blind(label)
             self._end_reading(keep_hooks=self._step.is_logged and not self._pauses)
             self.clock.logged_step_ended()
-            if self._scalars.is_used:
+            if self._scalars.is_used or self.samples.come_late:
                 self._watch_next_forward()
             if self._waits_with_its_copy:
                 return
@@ -399,7 +402,7 @@ class CaptureSession:
     def _waits_with_its_copy(self) -> bool:
         """Whether the copy of the step that has ended is delayed, for scalars that may still be logged to it."""
         is_held = self._rank_group is None and self.clock.mode != "forward" and not self._pauses
-        return is_held and self._scalars.may_come_late
+        return is_held and (self._scalars.may_come_late or self.samples.come_late)
 
     @property
     def _other_ranks_wait(self) -> bool:

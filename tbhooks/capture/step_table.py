@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from tbhooks.data import stats
 from tbhooks.data.frame import Site
+from tbhooks.data.samples import NO_SAMPLES, Samples
 from tbhooks.data.stats import Counts, Floats
 
 Integers = NDArray[np.int64]
@@ -41,6 +42,8 @@ class StepTable:
     """Scalars of earlier steps, which were logged after those had been submitted."""
     group: int = 0
     """The lowest of the ranks that work on the same batch."""
+    samples: Samples = NO_SAMPLES
+    """The samples that the user has shown."""
 
 
 @dataclass(frozen=True, eq=False)

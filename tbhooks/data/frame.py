@@ -19,6 +19,7 @@ from tbhooks.data.artifacts import Artifact
 from tbhooks.data.display import Names, display, mimebundle
 from tbhooks.data.errors import ArgumentError, UnknownSiteError, nearest
 from tbhooks.data.ranks import Spread
+from tbhooks.data.samples import NO_SAMPLES, Samples
 from tbhooks.data.stats import BUCKETS, COLUMNS, STAT_NAMES, Counts, Floats
 
 if TYPE_CHECKING:
@@ -204,6 +205,8 @@ class Frame:
     """How far ranks differ, if they were merged: `frame["fc", "gradient"].spread("norm")`."""
     artifacts: tuple[Artifact, ...] = ()
     """Images, graphs and other things in addition to statistics. They are not kept after writing."""
+    samples: Samples = NO_SAMPLES
+    """The samples with the largest values, and the mean of each group, if `Watch.samples` was called."""
 
     def __post_init__(self) -> None:
         n = len(self.sites)
@@ -259,7 +262,7 @@ class Frame:
     @property
     def has_numbers(self) -> bool:
         """Whether it contains more than artifacts, which not every sink supports."""
-        return bool(self.sites or self.scalars or self.findings)
+        return bool(self.sites or self.scalars or self.findings or self.samples)
 
     @property
     def is_evaluation(self) -> bool:
@@ -292,6 +295,7 @@ class Frame:
             "findings": [finding.to_dict() for finding in self.findings],
             "scalars": dict(self.scalars),
             **({"spreads": self.spreads.tolist()} if self.spreads.size else {}),
+            **({"samples": self.samples.to_dict()} if self.samples else {}),
         }  # fmt: skip
 
     @classmethod
@@ -310,6 +314,7 @@ class Frame:
             findings=tuple(Finding.from_dict(finding) for finding in data["findings"]),
             scalars=data["scalars"],
             spreads=np.array(data["spreads"], dtype=np.float64) if "spreads" in data else spread.empty(n),
+            samples=Samples.from_dict(data["samples"]) if "samples" in data else NO_SAMPLES,
         )  # fmt: skip
 
     def compare(self, other: Frame) -> Any:

@@ -44,7 +44,7 @@ class History:
     def append(self, frame: Frame) -> None:
         """Adds a frame. Scalars that were logged after their step join the frame of that step."""
         with self._lock:
-            if not frame.sites and (not frame.scalars or self._join(frame)):
+            if not frame.sites and (not (frame.scalars or frame.samples) or self._join(frame)):
                 return
             if not frame.sites:
                 self._scalars_only.append(_without_artifacts(frame))
@@ -71,7 +71,10 @@ class History:
     def _join(self, late: Frame) -> bool:
         for i in range(len(self._frames) - 1, -1, -1):
             if self._frames[i].step == late.step and not self._frames[i].is_evaluation:
-                self._frames[i] = replace(self._frames[i], scalars={**self._frames[i].scalars, **late.scalars})
+                known = self._frames[i]
+                self._frames[i] = replace(
+                    known, scalars={**known.scalars, **late.scalars}, samples=late.samples or known.samples
+                )
                 return True
         return False
 

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tbhooks.capture.step_table import PARAMETER_KINDS, RANKS, Integers, MergedStep, StepTable
-from tbhooks.data import ranks, stats
+from tbhooks.data import ranks, samples, stats
 from tbhooks.data.frame import EVALUATION_SINCE, NONFINITE_SINCE, RAW_GRADIENT_NORM, SAMPLED, SKIPPED, Site
 from tbhooks.data.jsonable import parse_number, to_jsonable
 from tbhooks.data.self_report import listed
@@ -57,6 +57,7 @@ class Writer:
         scalars = {
             "scalars": to_jsonable(table.scalars),
             "earlier": {str(k): to_jsonable(v) for k, v in table.earlier.items()},
+            **({"samples": table.samples.to_dict()} if table.samples else {}),
         }
         room = self.size - _HEADER.size - len(json.dumps(scalars)) - 64
         rows = min(len(numbers), max(room, 0) // _ROW_BYTES)
@@ -125,6 +126,7 @@ class Reader:
         return StepTable(
             step, sites, values, counts, shards, _numbers(tail["scalars"]),
             {int(key): _numbers(each) for key, each in tail["earlier"].items()}, group,
+            samples.Samples.from_dict(tail["samples"]) if "samples" in tail else samples.NO_SAMPLES,
         )  # fmt: skip
 
 
@@ -174,6 +176,7 @@ def merge(tables: Sequence[StepTable]) -> MergedStep:
             step: _merge_scalars([table.earlier.get(step, {}) for table in tables])
             for step in sorted({step for table in tables for step in table.earlier})
         },
+        samples=samples.merge([table.samples for table in tables]),
     )  # fmt: skip
     merged.scalars[RANKS] = float(sum(len(table.sites) > 0 for table in tables))
     # Each rank knows the norm of its own shards only, and not which of them are replicas.

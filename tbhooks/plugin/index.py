@@ -20,9 +20,20 @@ from tbhooks.sinks.tensorboard import PLUGIN
 from tbhooks.sinks.tensorboard.findings import DATA_TAG
 
 KINDS = (*ALL_KINDS, *(EVALUATION + kind for kind in ALL_KINDS), CHANNEL + "activation", CHANNEL + "weight")
-"""All possible kinds, in display order."""
+"""The kinds that are known by name, in display order."""
+_PREFIX = re.compile(r"[a-z_]+")
 _TAG = re.compile(rf"{PLUGIN}/(?P<kind>[a-z_.]+?)(?P<buckets>\.buckets)?(?:\.(?P<generation>[1-9]\d{{0,8}}))?")
 _HAS_RATIO = "update"
+
+
+def is_kind(name: str) -> bool:
+    """Whether this can be a kind: one of ours, or one of parts of a tensor with another prefix: `head.activation`."""
+    prefix, dot, kind = name.rpartition(".")
+    return name in KINDS or (bool(dot) and kind in ALL_KINDS and _PREFIX.fullmatch(prefix) is not None)
+
+
+def _in_display_order(kinds: Iterable[str]) -> list[str]:
+    return sorted(kinds, key=lambda kind: (KINDS.index(kind) if kind in KINDS else len(KINDS), kind))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +125,7 @@ def _kinds(series: Mapping[str, Any]) -> dict[str, Kind]:
     found: dict[str, dict[bool, dict[int, Tag]]] = {}
     for name, one in series.items():
         match = _TAG.fullmatch(name)
-        if match is None or match["kind"] not in KINDS:
+        if match is None or not is_kind(match["kind"]):
             continue
         layout = _layout(one.plugin_content)
         if layout is None or layout.kind != match["kind"] or layout.buckets != bool(match["buckets"]):
@@ -123,8 +134,8 @@ def _kinds(series: Mapping[str, Any]) -> dict[str, Kind]:
         found.setdefault(layout.kind, {}).setdefault(layout.buckets, {})[int(match["generation"] or 1)] = tag
     return {
         kind: Kind(kind, _by_generation(found[kind][False]), _by_generation(found[kind].get(True, {})))
-        for kind in KINDS
-        if False in found.get(kind, {})
+        for kind in _in_display_order(found)
+        if False in found[kind]
     }
 
 

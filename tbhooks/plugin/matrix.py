@@ -8,9 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tbhooks.data import stats
-from tbhooks.data.stats import COUNT, INFS, MAX, MEAN, MIN, NANS, QUANTILES, STATS, Counts
+from tbhooks.data.stats import BASE, COUNT, INFS, MAX, MEAN, MIN, NANS, QUANTILES, STATS, Counts
 from tbhooks.plugin.arrays import Histograms, Indices, Rows, Source, Stored
 from tbhooks.sinks.tensorboard import decode_values
 
@@ -36,6 +37,14 @@ def row_stat(name: str, columns: Stored) -> Stored:
             some = slice(start, start + _ROWS_AT_ONCE)
             derived[some] = STATS[name](decode_values(flat[:, some].T))
     return derived.reshape(columns.shape[1:])
+
+
+def undefined(name: str, columns: Stored) -> NDArray[np.bool_]:
+    """Where a statistic is undefined although there is data: the ratio of an update to a weight that is still zero."""
+    if name != "ratio":
+        return np.zeros(columns.shape[1:], dtype=np.bool_)
+    nothing: NDArray[np.bool_] = columns[BASE] == 0
+    return nothing
 
 
 @dataclass(frozen=True)

@@ -10,16 +10,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy as np
 from numpy.typing import NDArray
 from tensorboard.data import provider as provider_types
 from tensorboard.errors import PublicError
 from tensorboard.util import tb_logging
 
+from tbhooks.data.grids import own_scalars
 from tbhooks.sinks.tensorboard import PLUGIN
 
 Result = TypeVar("Result")
 
 _EVERYTHING = 2**31 - 1
+_SCALARS = "scalars"
+MOST_SCALARS = 100
+MOST_POINTS = 2000
 # TensorBoard accepts at most 256 MiB from its data server in one message.
 LARGEST_MESSAGE = 192 << 20
 _OVERHEAD_PER_TENSOR = 100
@@ -84,7 +89,7 @@ def _list(provider: Any, context: Any, experiment: str, run: str | None) -> List
 
 
 class Reader:
-    """Reads the tags of one run."""
+    """Reads the tags of one run, and the scalars that are no statistics of modules."""
 
     def __init__(self, provider: Any, context: Any, experiment: str, run: str) -> None:
         self._provider, self._context, self._experiment, self._run = provider, context, experiment, run
@@ -101,6 +106,43 @@ class Reader:
                 raise UnavailableError(f"TensorBoard's data server does not respond: {code}") from problem
             tb_logging.get_logger().warning("tbhooks: cannot read %r of run %r: %r", tag, self._run, problem)
             return Series()
+
+    def scalars(self) -> dict[str, tuple[NDArray[np.int64], NDArray[np.float64]]]:
+        """Steps and values by tag, losses first; at most some of the points of each. Empty if they cannot be read."""
+        try:
+            tags = own_scalars(self._scalar_tags())[:MOST_SCALARS]
+            return self._read_scalars(tags) if tags else {}
+        except PublicError:
+            return {}
+        except Exception as problem:
+            tb_logging.get_logger().warning("tbhooks: cannot read the scalars of run %r: %r", self._run, problem)
+            return {}
+
+    def _scalar_tags(self) -> list[str]:
+        only = provider_types.RunTagFilter(runs=[self._run])
+        listed = _with_retries(
+            lambda: self._provider.list_scalars(
+                self._context, experiment_id=self._experiment, plugin_name=_SCALARS, run_tag_filter=only
+            )
+        )
+        return list((listed or {}).get(self._run, {}))
+
+    def _read_scalars(self, tags: list[str]) -> dict[str, tuple[NDArray[np.int64], NDArray[np.float64]]]:
+        only = provider_types.RunTagFilter(runs=[self._run], tags=tags)
+        answer = self._provider.read_scalars(
+            self._context,
+            experiment_id=self._experiment,
+            plugin_name=_SCALARS,
+            downsample=MOST_POINTS,
+            run_tag_filter=only,
+        )
+        series = (answer or {}).get(self._run, {})
+        by_step = {tag: {int(datum.step): float(datum.value) for datum in series.get(tag, ())} for tag in tags}
+        return {
+            tag: (np.array(sorted(points), dtype=np.int64), np.array([points[step] for step in sorted(points)]))
+            for tag, points in by_step.items()
+            if points
+        }
 
     def _whole_or_thinned(self, tag: str) -> Series:
         try:

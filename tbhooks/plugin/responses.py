@@ -12,16 +12,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tbhooks.data.frame import Finding, Site
+from tbhooks.data.frame import Site
 from tbhooks.data.jsonable import to_jsonable
 from tbhooks.data.stats import BUCKETS, INFS, LOWER, MAX, MIN, NANS, QUANTILES, STATS, UPPER, Counts
 from tbhooks.plugin.arrays import Histograms, Indices, Rows, Stored
 from tbhooks.plugin.index import Kind, RunIndex
-from tbhooks.plugin.matrix import Matrix, common, quantile, row_stat
+from tbhooks.plugin.matrix import Matrix, common, quantile, row_stat, undefined
 
 MOST_NONFINITE = 100_000
 MOST_RIDGES = 60
-_SEVERITIES = ("error", "warning", "info")
 
 
 def matrix_bytes(names: dict[str, str], sites: Sequence[Site], rows: Rows, matrix: Matrix, after: int | None) -> bytes:
@@ -29,9 +28,11 @@ def matrix_bytes(names: dict[str, str], sites: Sequence[Site], rows: Rows, matri
     later = slice(None) if after is None else rows.steps[matrix.at] > after
     at, values = matrix.at[later], matrix.values[later]
     pairs, more = _nonfinite(rows, at, sites)
+    without = np.argwhere(undefined(names["stat"], rows.columns)[at])[:MOST_NONFINITE].tolist()
     header = {
         **names, "sites": len(sites), "steps": rows.steps[at].tolist(), "times": to_jsonable(rows.times[at].tolist()),
-        "nonfinite": pairs, **({"nonfinite_more": True} if more else {}), **({"thinned": True} if rows.thinned else {}),
+        "nonfinite": pairs, **({"nonfinite_more": True} if more else {}), **({"undefined": without} if without else {}),
+        **({"thinned": True} if rows.thinned else {}),
     }  # fmt: skip
     text = json.dumps(header, allow_nan=False, separators=(",", ":")).encode()
     text += b" " * (-(4 + len(text)) % 8)
@@ -51,8 +52,8 @@ def dumps(value: Any) -> bytes:
     return json.dumps(to_jsonable(value), allow_nan=False, separators=(",", ":")).encode()
 
 
-def run_entry(run: RunIndex) -> dict[str, Any]:
-    """The entry of a run in the list of runs."""
+def run_entry(run: RunIndex, state: str) -> dict[str, Any]:
+    """The entry of a run in the list of runs; `state` is how it ended if no more steps arrive."""
     kinds = [
         {
             "kind": kind.name, "sites": len(kind.sites), "histograms": bool(kind.buckets),
@@ -62,7 +63,7 @@ def run_entry(run: RunIndex) -> dict[str, Any]:
     ]  # fmt: skip
     return {
         "name": run.name, "kinds": kinds, "last_step": run.last_step, "last_time": run.last_time,
-        "findings": None if run.findings is None else 1,
+        "findings": None if run.findings is None else 1, "state": state,
     }  # fmt: skip
 
 
@@ -95,8 +96,9 @@ def _nearest(steps: NDArray[np.int64], wanted: int) -> int:
     return min(around, key=lambda i: abs(int(steps[i]) - wanted))
 
 
-def _row_stats(kind: Kind, column: Stored) -> dict[str, float]:
-    return {name: float(row_stat(name, column[:, None])[0]) for name in kind.stats if name in STATS}
+def _row_stats(kind: Kind, column: Stored) -> dict[str, float | None]:
+    known = {name: float(row_stat(name, column[:, None])[0]) for name in kind.stats if name in STATS}
+    return {name: None if undefined(name, column[:, None])[0] else value for name, value in known.items()}
 
 
 def _seen_with_histogram(rows: Rows, histograms: Histograms, position: int) -> tuple[Indices, Indices]:
@@ -120,7 +122,7 @@ def trimmed(counts: Counts, columns: Stored) -> tuple[list[float], list[list[int
 
 def history(kind: Kind, rows: Rows, histograms: Histograms, position: int) -> dict[str, Any]:
     """All stats of one site over the steps, its quantiles, and a sample of its histograms."""
-    own, seen = rows.columns[:, :, position], rows.seen[:, position].tolist()
+    own, seen = rows.columns[:, :, position], rows.seen[:, position]
     series = {name: row_stat(name, own).tolist() for name in kind.stats if name in STATS}
     drawn, which = _seen_with_histogram(rows, histograms, position)
     counts = np.array([histograms.each[i].of_site(position) for i in which], dtype=np.int64).reshape(-1, BUCKETS)
@@ -129,32 +131,10 @@ def history(kind: Kind, rows: Rows, histograms: Histograms, position: int) -> di
     return {
         "steps": rows.steps.tolist(),
         "stats": {
-            name: [x if known else None for x, known in zip(values, seen, strict=True)]
+            name: [x if known else None for x, known in zip(values, seen & ~undefined(name, own), strict=True)]
             for name, values in series.items()
         },
         "quantile_steps": rows.steps[drawn].tolist(),
         "quantiles": {name: quantile(name, own[:, drawn], counts).tolist() for name in QUANTILES},
         "ridges": {"steps": rows.steps[drawn[some]].tolist(), "edges": edges, "counts": heights},
     }
-
-
-def findings(stored: Sequence[Finding]) -> list[dict[str, Any]]:
-    """One entry per rule and site, the most severe first and then by first step, with the newest message."""
-    issues: dict[tuple[str, Site | None], list[Finding]] = {}
-    for finding in stored:
-        issues.setdefault((finding.rule, finding.site), []).append(finding)
-    entries = [_issue(reports) for reports in issues.values()]
-    return sorted(entries, key=lambda entry: (_SEVERITIES.index(entry["severity"]), entry["step"]))
-
-
-def _issue(reports: Sequence[Finding]) -> dict[str, Any]:
-    last, steps = reports[-1], [finding.step for finding in reports]
-    site = last.site
-    return {
-        "step": min(steps), "last_step": max(steps), "times": len(reports), "rule": last.rule,
-        "severity": min((finding.severity for finding in reports), key=_SEVERITIES.index),
-        "message": last.message, "evidence": dict(last.evidence),
-        "site": None if site is None else {
-            "path": site.path, "kind": site.kind, "index": site.index, "name": site.name,
-        },
-    }  # fmt: skip

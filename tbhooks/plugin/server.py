@@ -19,8 +19,8 @@ from tensorboard.plugins import base_plugin
 from werkzeug import wrappers
 
 from tbhooks.data.stats import QUANTILES, STAT_NAMES
-from tbhooks.plugin import responses
-from tbhooks.plugin.index import KINDS, Kind, RunIndex
+from tbhooks.plugin import overview, responses
+from tbhooks.plugin.index import KINDS, Kind, RunIndex, is_kind
 from tbhooks.plugin.matrix import row_matrix
 from tbhooks.plugin.provider import UnavailableError
 from tbhooks.plugin.query import Query, QueryError
@@ -67,6 +67,8 @@ class Plugin(base_plugin.TBPlugin):  # type: ignore[misc]  # TensorBoard has no 
             "/distribution": self._distribution,
             "/history": self._history,
             "/findings": self._findings,
+            "/scalars": self._scalars,
+            "/overview": self._overview,
         }
         files = {_route(path): _file_app(path) for path in sorted(STATIC.rglob("*")) if path.is_file()}
         return files | {route: _data_app(answer) for route, answer in routes.items()}
@@ -84,13 +86,19 @@ class Plugin(base_plugin.TBPlugin):  # type: ignore[misc]  # TensorBoard has no 
         request.query.only()
         runs = self._store.runs(request.context, request.experiment)
         self._known_runs.update(runs)
-        entries = [responses.run_entry(run) for run in runs.values()]
+        entries = [responses.run_entry(run, self._state(request, run)) for run in runs.values()]
         return responses.dumps({"runs": entries, "stats": list(STAT_NAMES), "now": time.time()}), JSON
+
+    def _state(self, request: DataRequest, run: RunIndex) -> str:
+        try:
+            return overview.run_state(run, self._stored(request, run).findings())
+        except UnavailableError:  # the list itself was there; the state can wait for the next one
+            return overview.run_state(run, ())
 
     def _sites(self, request: DataRequest) -> Response:
         request.query.only("run", "kind")
         run, kind = self._kind(request)
-        sites = [{"path": site.path, "index": site.index, "name": site.name} for site in kind.sites]
+        sites = overview.site_entries(run, kind)
         return responses.dumps({"run": run.name, "kind": kind.name, "sites": sites}), JSON
 
     def _matrix(self, request: DataRequest) -> Response:
@@ -126,7 +134,20 @@ class Plugin(base_plugin.TBPlugin):  # type: ignore[misc]  # TensorBoard has no 
     def _findings(self, request: DataRequest) -> Response:
         request.query.only("run")
         stored = self._stored(request, self._run(request)).findings()
-        return responses.dumps({"findings": responses.findings(stored)}), JSON
+        return responses.dumps({"findings": overview.finding_entries(stored)}), JSON
+
+    def _scalars(self, request: DataRequest) -> Response:
+        request.query.only("run")
+        stored = self._stored(request, self._run(request))
+        return responses.dumps({"scalars": overview.scalar_entries(stored.scalars())}), JSON
+
+    def _overview(self, request: DataRequest) -> Response:
+        request.query.only("run")
+        run = self._run(request)
+        stored = self._stored(request, run)
+        smallest = min(run.kinds.values(), key=lambda kind: len(kind.sites), default=None)
+        steps = [] if smallest is None else stored.rows(smallest).steps.tolist()
+        return responses.dumps(overview.run_overview(run, stored.findings(), stored.scalars(), steps)), JSON
 
     # --- What a request refers to ---
 
@@ -144,7 +165,9 @@ class Plugin(base_plugin.TBPlugin):  # type: ignore[misc]  # TensorBoard has no 
         raise QueryError.unknown("run", name, self._store.runs(request.context, request.experiment))
 
     def _kind(self, request: DataRequest) -> tuple[RunIndex, Kind]:
-        kind = request.query.one_of("kind", KINDS)
+        kind = request.query.text("kind")
+        if not is_kind(kind):
+            raise QueryError.unknown("kind", kind, KINDS)
         run = self._run(request)
         if kind not in run.kinds:
             raise QueryError(f"run {run.name!r} has no {kind!r}, but {_listed(run.kinds)}", missing=True)

@@ -72,6 +72,10 @@ class StoredRun:
         key, version = (stat, kind.name, *self._key), (_version(kind.rows), _version(kind.buckets))
         return self._cache.get(key, version, lambda known: quantile_matrix(stat, rows, histograms, known))
 
+    def scalars(self) -> dict[str, tuple[NDArray[np.int64], NDArray[np.float64]]]:
+        """The scalars of the run that are no statistics of modules; TensorBoard has them in memory."""
+        return self._reader.scalars()
+
     def findings(self) -> tuple[Finding, ...]:
         tag = self._findings
         if tag is None:

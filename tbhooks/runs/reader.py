@@ -17,6 +17,7 @@ from tensorboard.compat.proto import summary_pb2
 
 from tbhooks.data.errors import TbhooksError
 from tbhooks.data.frame import CHANNEL, EVALUATION, SAMPLED, Finding, Frame, Site
+from tbhooks.data.samples import NO_SAMPLES, Samples
 from tbhooks.data.stats import WIDTH, Floats
 from tbhooks.runs.event_records import Progress, event_of_bytes, records, size_of
 from tbhooks.runs.scalars import ScalarLog, Series
@@ -33,6 +34,7 @@ from tbhooks.runs.stored_frames import (
 )
 from tbhooks.sinks import jsonl
 from tbhooks.sinks.tensorboard import findings as finding_codec
+from tbhooks.sinks.tensorboard import samples as sample_codec
 
 _FRAME_FILE_START = b'{"step":'
 # Histograms up to this total size are unpacked once while reading, to report damaged ones.
@@ -55,6 +57,7 @@ class _Step:
     counts: dict[str, PackedCounts] = field(default_factory=dict)
     findings: tuple[Finding, ...] = ()
     scalars: dict[str, float] = field(default_factory=dict)
+    samples: Samples = NO_SAMPLES
 
 
 @dataclass
@@ -158,7 +161,7 @@ class RunReader:
             except ValueError as problem:
                 self.report(f"{path.name}: step {step}, {_short(value.tag)}: {_short(problem)}, skipped")
         if not kinds:
-            self._add_late_scalars(step, scalars)
+            self._add_late(step, scalars, frame.samples)
             return
         self._frame_tags.update(scalars)
         frame_kinds = [*frame.rows, *frame.counts] or kinds  # a finding may be about a site of another frame
@@ -171,10 +174,11 @@ class RunReader:
         self._steps[step, evaluation] = frame  # the last one counts if a step was logged again
         frame.scalars.update(scalars)
 
-    def _add_late_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Adds scalars that were written after their frame, but not the user's own."""
+    def _add_late(self, step: int, scalars: Mapping[str, float], samples: Samples) -> None:
+        """Adds samples and scalars that were written after their frame, but not the user's own."""
         frame = self._steps.get((step, False))
         if frame is not None:
+            frame.samples = samples or frame.samples
             tags = (tag for tag in scalars if tag.startswith(_FRAME_GROUPS) or tag in self._frame_tags)
             frame.scalars.update((tag, scalars[tag]) for tag in tags)
 
@@ -195,6 +199,9 @@ class RunReader:
         if value.tag == finding_codec.DATA_TAG:
             frame.findings = finding_codec.decode(b"".join(value.tensor.string_val[:1]))
             return [finding.site.kind for finding in frame.findings if finding.site is not None] or [""]
+        if value.tag == sample_codec.DATA_TAG:
+            frame.samples = sample_codec.decode(b"".join(value.tensor.string_val[:1]))
+            return []
         if has_layout(value):
             self._layouts[value.tag] = Layout.read(value.metadata)
         layout = self._layouts.get(value.tag)
@@ -234,7 +241,8 @@ class RunReader:
                 key = frame.step, frame.is_evaluation
                 earlier = self._json_frames.get(key)
                 if earlier is not None and not frame.sites:  # scalars that were written after their frame
-                    frame = replace(earlier, scalars={**earlier.scalars, **frame.scalars})  # noqa: PLW2901
+                    samples = frame.samples or earlier.samples
+                    frame = replace(earlier, scalars={**earlier.scalars, **frame.scalars}, samples=samples)  # noqa: PLW2901
                 self._json_frames[key] = frame
             if not _ends_with_newline(path):
                 self.report(f"{path.name}: cut short in its last line, the last step may be missing")
@@ -283,6 +291,7 @@ class RunReader:
             number, step.time, 0, self._sites_of(list(chosen.values())),
             np.concatenate(values) if values else np.zeros((0, WIDTH)),
             np.zeros((sum(map(len, values)), 0), dtype=np.int64), step.findings, step.scalars,
+            samples=step.samples,
         )  # fmt: skip
         counts = {kind: packed for kind, packed in step.counts.items() if kind in chosen}
         fitting = {kind: packed for kind, packed in counts.items() if packed.sites == len(chosen[kind][0].sites)}

@@ -151,7 +151,8 @@ def test_the_median_of_a_group_is_that_of_what_was_seen(page: Any) -> None:
     data = np.random.default_rng(0).normal(size=(5, 7)).astype(np.float32)
     data[1, 3] = data[4, 3] = np.nan
     data[:, 5] = np.nan
-    expression = "m.medianRow(rows.map((row) => ({ values: Float32Array.from(row, (v) => v ?? NaN), bad: null })), 7)"
+    given = "rows.map((row) => ({ values: Float32Array.from(row, (v) => v ?? NaN), bad: null }))"
+    expression = f"m.combinedRow({given}, 7, 'median')"
     rows = [[None if math.isnan(v) else float(v) for v in row] for row in data]
     answer = run(page, "map/matrix.js", f"[...({expression}).values].map((v) => Number.isNaN(v) ? null : v)", rows=rows)
     assert answer[5] is None
@@ -232,9 +233,12 @@ def test_codes_keep_unseen_and_not_finite_apart_from_all_values(page: Any) -> No
     expression = """(() => {
       const scale = m.makeScale(Float64Array.of(1, 2, 3), { log: false, full: true });
       const row = { values: Float32Array.of(1, 3, NaN, Infinity, -1e9, 2), bad: Uint8Array.of(0, 0, 0, 0, 0, 1) };
-      return [...m.codesOf(row, 6, scale)];
+      const undefinedOne = { values: Float32Array.of(Infinity, 2), bad: Uint8Array.of(2, 0) };
+      return [[...m.codesOf(row, 6, scale)], [...m.codesOf(undefinedOne, 2, scale)]];
     })()"""
-    assert run(page, "map/colour.js", expression) == [2, 255, 0, 1, 2, 1]
+    codes, undefined = run(page, "map/colour.js", expression)
+    assert codes == [4, 254, 0, 1, 3, 1], "the ends of the range, no data, Inf, below the range, NaN"
+    assert undefined == [2, 129]
 
 
 @pytest.mark.parametrize("dark", [True, False])
@@ -247,7 +251,7 @@ def test_no_value_has_the_colour_of_what_is_not_finite(page: Any, diverging: boo
     assert np.abs(channels[2:] - channels[1]).sum(axis=1).min() > 90
     assert np.abs(channels[0] - channels[1]).sum() > 90
     if not diverging:
-        brightness = channels[2:] @ np.array([0.299, 0.587, 0.114])
+        brightness = channels[4:255] @ np.array([0.299, 0.587, 0.114])
         assert (np.diff(brightness) > -1).all(), "from dark to bright, so that it reads without colours"
 
 
@@ -267,7 +271,7 @@ def condensed(page: Any, codes: list[int], width: int) -> tuple[list[int], list[
     return out, chosen
 
 
-@pytest.mark.parametrize("extreme", [255, 2, 1])
+@pytest.mark.parametrize("extreme", [255, 3, 1])
 @pytest.mark.parametrize("at", [0, 1, 3, 500, 1999])
 def test_one_remarkable_step_among_thousands_is_never_lost(page: Any, extreme: int, at: int) -> None:
     codes = [100] * 2000
@@ -383,7 +387,8 @@ DRAWING = """async ([base]) => {
   const matrix = createMatrix({ run: "r", kind: "activation", stat: "std" }, sites);
   append(matrix, { header: { sites: 1000, steps, nonfinite: [[77, 999]] }, values });
   const state = { ...initialState(), rows: "fit", depth: 9 };
-  const rest = { choice: { kind: "activation", stat: "std" }, held: { a: matrix, b: null }, groups: [], dark: false };
+  const sides = [{ matrix, findings: [], scalars: [] }];
+  const rest = { choice: { kind: "activation", stat: "std" }, sides, dark: false };
   const map = createHeatmap(box, { describe: () => ({ title: "", lines: [] }) });
   const frames = () => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)));
   const times = {};

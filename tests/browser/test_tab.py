@@ -140,7 +140,7 @@ def test_findings_stand_by_severity_with_their_first_step(pages: Pages) -> None:
 
 def test_two_runs_share_a_scale_and_show_their_ratio(pages: Pages, screenshots: Path) -> None:
     tab = alone(pages, FIRST)
-    tab.choose("Compare", "second")
+    tab.compare("second")
     expect(tab.frame.locator("canvas.legend")).to_have_attribute("aria-label", re.compile("second \u00f7 first"))
     tab.settle()
     assert len(tab.layout()["panes"]) == 3
@@ -181,8 +181,8 @@ def test_everything_can_be_done_from_the_keyboard(pages: Pages) -> None:
     tab = alone(pages, FIRST)
     spoken = tab.frame.locator(".map [aria-live]")
     stage = tab.frame.locator(".map-stage")
-    tab.frame.get_by_role("button", name="Show or hide findings").focus()
     tab.page.keyboard.press("Tab")
+    tab.page.keyboard.press("Enter")
     expect(stage).to_be_focused()
     expect(spoken).to_contain_text("stem, step 590")
     tab.page.keyboard.press("ArrowLeft")
@@ -236,9 +236,7 @@ def test_hostile_names_stay_text(pages: Pages) -> None:
     expect(tab.frame.locator(".finding-message")).to_have_text(HOSTILE[1])
     assert tab.frame.evaluate("() => window.hacked") is None
     assert tab.frame.locator("img, .map script").count() == 0
-    with tab.page.expect_download() as started:
-        tab.frame.get_by_role("button", name="Download the shown numbers").click()
-    with Path(started.value.path()).open(newline="") as file:
+    with Path(tab.save("Download the shown numbers").path()).open(newline="") as file:
         names = [line[3] for line in csv.reader(file)]
     assert "'=1+1" in names, "no spreadsheet takes it for a formula"
     assert tab.state()["run"] == "hostile"

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from tbhooks.capture.step_table import PARAMETER_KINDS, UNKNOWN_SHARD, UNSHARDED, StepTable
 from tbhooks.data import ranks, stats
 from tbhooks.data.frame import NONFINITE_SINCE, RAW_GRADIENT_NORM, SKIPPED, Site
+from tbhooks.data.samples import Group, Sample, Samples
 from tbhooks.distributed import merge
 from tbhooks.distributed.merge import Reader, Writer
 from tests.support import reference
@@ -223,3 +224,13 @@ def test_parts_of_one_batch_are_one_in_the_spread() -> None:
     tables = [table({ACTIVATION: np.arange(4.0) * (i + 1)}, group=i // 2 * 2) for i in range(4)]
     found = ranks.read(merge.merge(tables).spreads[0], "count")
     assert (found.ranks, found.min, found.max) == (2, 8.0, 8.0)
+
+
+def test_samples_of_ranks_merge_to_those_of_the_job() -> None:
+    one = Samples((Sample("a", 3.0, "web"), Sample("b", float("nan"), "web")), {"web": Group(2.0, 3)}, 3)
+    other = Samples((Sample(7, float("inf")), Sample(8, 0.5)), {"web": Group(6.0, 1), "code": Group(1.0, 2)}, 3)
+    sent = [Writer(1 << 16).write(replace(StepTable(7), samples=samples)) for samples in (one, other)]
+    merged = merge.merge([Reader().read(data) for data in sent]).table.samples
+    assert merged.ids == ("b", 7)
+    assert merged.groups == {"web": (3.0, 4), "code": (1.0, 2)}
+    assert merged.total == 6

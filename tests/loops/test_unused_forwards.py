@@ -464,3 +464,31 @@ def test_it_is_over_when_the_model_is_back_in_training_mode() -> None:
                 model.train()
             train_one(model, optimizer, step)
     assert [frame.step for frame in watching.history if "train.evaluation_since" in frame.scalars] == [3, 4, 5]
+
+
+class Rectifier(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x)
+
+
+@pytest.mark.parametrize("way", ["module", "compiled", "functional"])
+@pytest.mark.parametrize("unused", UNUSED)
+def test_units_are_not_alive_because_of_a_forward_without_backward(unused: str, way: str) -> None:
+    functional = way == "functional"
+    model = nn.Sequential(nn.Linear(4, 8), Rectifier() if functional else nn.ReLU(), nn.Linear(8, 1))
+    with torch.no_grad():
+        model[0].bias[:2] = -20.0  # positive for the large inputs of unused forwards only
+    optimizer = sgd(model)
+    kinds = tbhooks.data.frame.ALL_KINDS if functional else ("activation", "gradient")
+    with tbhooks.watch(model, every=1, kinds=kinds) as watching:
+        called: Any = torch.compile(model, backend="aot_eager") if way == "compiled" else model
+        for step in range(3):
+            UNUSED[unused](called)
+            for part in range(2):
+                called(batch(step + 10 * part)).square().mean().backward()
+            UNUSED[unused](called)
+            optimizer.step()
+            optimizer.zero_grad()
+            name, kind = ("1:relu", "functional") if functional else ("1", "activation")
+            assert watching.latest[name, kind].dead_fraction == pytest.approx(2 / 8)
+    assert watching.stats.errors == 0, watching.stats.messages

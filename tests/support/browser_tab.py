@@ -204,6 +204,30 @@ class Tab:
     def choose(self, label: str, value: str) -> None:
         self.frame.get_by_label(label, exact=True).select_option(value)
 
+    def open_menu(self, name: str) -> None:
+        button = self.frame.locator(".menu-button", has_text=name)
+        if button.get_attribute("aria-expanded") == "false":
+            button.click()
+
+    def compare(self, *runs: str) -> None:
+        """Ticks runs in the menu of runs to compare."""
+        self.open_menu("Compare")
+        for run in runs:
+            self.frame.locator(".menu-box .tick", has_text=run).first.click()
+
+    def height(self, word: str) -> None:
+        """Chooses the height of rows: Auto, Readable or Fit."""
+        self.open_menu("View")
+        self.frame.get_by_text(word, exact=True).click()
+        self.page.keyboard.press("Escape")
+
+    def save(self, name: str) -> Any:
+        """Downloads the picture (PNG) or the numbers (CSV)."""
+        self.open_menu("Save")
+        with self.page.expect_download() as started:
+            self.frame.get_by_role("button", name=name).click()
+        return started.value
+
     def look_again(self) -> None:
         """What happens when somebody comes back to the tab: it asks at once."""
         self.frame.evaluate("() => document.dispatchEvent(new Event('visibilitychange'))")

@@ -22,10 +22,19 @@ from xml.etree import ElementTree as ET
 
 VENV = Path(sys.prefix)
 CHROMIUM = Path("/usr/bin/chromium")
-PARALLEL = ("-n", "3", "--dist", "loadgroup")
+# So many processes; TBHOOKS_TEST_PROCESSES=0 runs all tests in one.
+PARALLEL = ("-n", os.environ.get("TBHOOKS_TEST_PROCESSES", "3"), "--dist", "loadgroup")
 TRITON = "tests/unit/reduction/test_triton.py"
 # These have groups of their own, which set up what they need.
 OTHERS = ("--ignore=tests/browser", "--ignore=tests/trackers", f"--ignore={TRITON}")
+DEPEND_ON_TORCH = (
+    "tests/loops",
+    "tests/unit/capture",
+    "tests/unit/reduction",
+    "tests/unit/api",
+    "tests/unit/collectors",
+    "tests/distributed",
+)
 NO_TESTS = 5  # pytest's exit code
 
 
@@ -57,11 +66,16 @@ class Group:
 
 GROUPS: dict[str, Group] = {
     "test": Group((*PARALLEL, *OTHERS, "-m", "not slow", "--durations", "5")),
+    "torch": Group((*PARALLEL, *OTHERS, "-m", "not slow", *DEPEND_ON_TORCH)),
     "slow": Group((*PARALLEL, *OTHERS, "-m", "slow")),
     "browser": Group(("tests/browser",), _browser),
     "triton": Group((TRITON,), _triton, environment={"TRITON_INTERPRET": "1", "PYTHONPATH": str(VENV / "triton")}),
     "trackers": Group(("tests/trackers",), _trackers, str(VENV / "trackers" / "bin" / "python")),
 }
+
+
+PARTS = frozenset({"torch"})
+"""Groups that are parts of others: they run only if they are named."""
 
 
 @dataclass
@@ -70,6 +84,8 @@ class Result:
 
     line: str
     failed: bool = False
+    counts: Counter[str] = field(default_factory=Counter)
+    """How many tests passed, failed and were skipped; empty if none ran."""
 
 
 def run(name: str) -> Result:
@@ -91,7 +107,7 @@ def run(name: str) -> Result:
     if not counts:
         line += f", pytest ended with {code} and no report"
     line += "".join(f"; {count} skipped: {reason}" for reason, count in reasons.most_common())
-    return Result(line, failed)
+    return Result(line, failed, counts)
 
 
 def read(report: Path) -> tuple[Counter[str], Counter[str]]:
@@ -116,7 +132,7 @@ def main(arguments: list[str]) -> int:
     named = parser.parse_args(arguments).group
     if unknown := [name for name in named if name not in GROUPS]:
         parser.error(f"no such group: {', '.join(unknown)}; there are {', '.join(GROUPS)}")
-    results = [run(name) for name in named or GROUPS]
+    results = [run(name) for name in named or (name for name in GROUPS if name not in PARTS)]
     sys.stdout.write("\n" + "".join(f"{result.line}\n" for result in results))
     refused = [name for name in named if GROUPS[name].missing()]
     return int(bool(refused) or any(result.failed for result in results))

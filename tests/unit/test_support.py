@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
-from tests.support import fake_device, groups, reference, zoo
+from tests.support import compatibility, fake_device, groups, reference, zoo
 from tests.support.fake_device import DEVICE, FakeDeviceTensor, Log, put, to_device
 from tests.support.slow import COLLECTED, cases
 from tests.support.zoo import ZOO
@@ -183,8 +183,47 @@ def test_groups_say_what_was_skipped_and_why(
 def test_every_file_of_tests_is_in_a_group() -> None:
     """Those that the groups of all files ignore have a group of their own."""
     ignored = {argument.removeprefix("--ignore=") for argument in groups.OTHERS}
-    own = {argument for group in groups.GROUPS.values() for argument in group.arguments if argument[:6] == "tests/"}
+    whole = [group for name, group in groups.GROUPS.items() if name not in groups.PARTS]
+    own = {argument for group in whole for argument in group.arguments if argument[:6] == "tests/"}
     assert ignored == own
+    assert all((compatibility.PAGE.parents[1] / part).is_dir() for part in groups.DEPEND_ON_TORCH)
+
+
+def test_a_run_on_another_torch_replaces_its_row_in_the_table_of_versions(tmp_path: Path) -> None:
+    page = "# Versions\n\n" + "\n".join((compatibility.line(compatibility.HEADER), compatibility.RULE)) + "\n\nMore.\n"
+    for name, failed in (("2.15.0", "3"), ("2.9.1", "0"), ("2.11.0", "0"), ("2.15.0", "0")):
+        page = compatibility.with_row(page, (name, "3.11.7", "torch", "12", failed, "1", "2026-11-18"))
+    page = compatibility.with_row(page, ("2.15.0", "3.11.7", "test", "40", "0", "2", "2026-11-19"))
+    lines = page.splitlines()
+    assert lines[:2] == ["# Versions", ""]
+    assert lines[-2:] == ["", "More."]
+    assert [line.split(" | ")[0] for line in lines[4:-2]] == ["| 2.9.1", "| 2.11.0", "| 2.15.0", "| 2.15.0"]
+    assert "| 2.15.0 | 3.11.7 | torch | 12 | 0 | 1 | 2026-11-18 |" in lines
+
+
+def test_the_row_of_a_run_in_parts_has_the_sums_of_its_reports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "compatibility.md"
+    page.write_text(f"{compatibility.line(compatibility.HEADER)}\n{compatibility.RULE}\n")
+    monkeypatch.setattr(compatibility, "PAGE", page)
+    report = tmp_path / "report.xml"
+    case = '<testcase name="a"/>'
+    bad = '<testcase name="b"><failure message="x"/></testcase><testcase name="c"><skipped message="y"/></testcase>'
+    report.write_text(f"<testsuites><testsuite>{case}{case}{bad}</testsuite></testsuites>")
+    assert compatibility.main(["torch", "--reports", str(report), str(report)]) == 1
+    version = torch.__version__.partition("+")[0]
+    assert page.read_text().splitlines()[2].startswith(f"| {version} | ")
+    assert " | torch | 4 | 2 | 2 | " in page.read_text()
+    assert "4 passed, 2 failed, 2 skipped" in capsys.readouterr().out
+
+
+def test_the_table_of_versions_can_be_written_to() -> None:
+    page = compatibility.PAGE.read_text()
+    assert (
+        compatibility.with_row(page, ("99.0.0", "3.11.7", "torch", "1", "0", "0", "2026-11-18")).count("| 99.0.0 |")
+        == 1
+    )
 
 
 # --- Reference statistics -------------------------------------------------------------------------

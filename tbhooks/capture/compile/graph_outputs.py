@@ -69,7 +69,7 @@ class GraphReader:
             return
         (forward.paths if is_provisional else context.called).add(hook.path)
         if hook.has_units and not is_provisional:
-            step.dead_units.add(f"activation/{hook.path}{index}", tensor)
+            step.dead_units.add(f"activation/{hook.path}{index}", tensor, forward)
         if gradient == dynamo.GRADIENT_COMES:
             forward.hooked = True
             self._expect_gradient(context, forward, hook, index)

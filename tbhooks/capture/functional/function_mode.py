@@ -23,7 +23,8 @@ from torch.overrides import TorchFunctionMode
 from tbhooks.capture import tensor_tree
 from tbhooks.capture.autograd import is_traced, without_dispatch_modes
 from tbhooks.capture.functional import attention
-from tbhooks.data.self_report import Report
+from tbhooks.capture.retries import Retries
+from tbhooks.data.self_report import Report, describe_exception
 from tbhooks.reduction.torch_private import look_up, missing
 from tbhooks.reduction.torch_rows import has_no_data
 
@@ -261,7 +262,7 @@ class FunctionalObserver:
         self._collect = collect
         self._report = report
         self._local = threading.local()
-        self._broken: set[str] = set()
+        self._failing: Retries[str] = Retries()
 
     def enter_module(self, path: str, module: nn.Module) -> None:
         """To be called from a forward pre-hook of every module."""
@@ -274,6 +275,11 @@ class FunctionalObserver:
         if not _is_traced():
             with self._report.guarded(f"leaving {path}"):
                 self._mode().leave(path)
+
+    def begin_step(self) -> None:
+        """A logged step begins: operations that could not be read in the last one are read again."""
+        for path in self._failing.next_step() if self._failing else ():
+            self._report.mark_seen(f"functional/{path}")
 
     def abandon(self) -> None:
         """Forgets everything and removes the mode; other threads do so at their next module."""
@@ -292,7 +298,7 @@ class FunctionalObserver:
     def on_operation(self, call: _Call, name: str, given: Given, result: object) -> None:
         """Passes on the result of an operation, and of attention its logits and entropies."""
         path = f"{call.path}:{name}"
-        if path in self._broken or _is_traced():
+        if (self._failing and not self._failing.may_try(path)) or _is_traced():
             return
         started = self._report.enter()
         try:
@@ -308,8 +314,10 @@ class FunctionalObserver:
                             self._compute_inside(path, index, tensor, attention.INSIDE[name], given)
                         if is_collected and name == "scaled_dot_product_attention":
                             self._collect_weights(path, index, given)
+            self._failing.worked(path)
         except Exception as problem:
-            self._broken.add(path)
+            why = f"reading it failed: {describe_exception(problem)}{self._failing.failed(path)}"
+            self._report.mark_unseen(f"functional/{path}", why, replace=True)
             self._report.error(f"functional {path}", problem)
         finally:
             self._report.leave(started)

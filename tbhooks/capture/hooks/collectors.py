@@ -7,6 +7,7 @@ the host with the step, and made into artifacts in the background. Without colle
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol, TypeVar, runtime_checkable
 
@@ -14,14 +15,17 @@ from torch import Tensor, nn
 
 from tbhooks.capture.packed_step import ArtifactBuilder, Read
 from tbhooks.capture.recorder import Recorder
+from tbhooks.capture.retries import Retries
 from tbhooks.data.artifacts import Artifact
-from tbhooks.data.self_report import Report
+from tbhooks.data.self_report import Report, describe_exception
 
 Result = TypeVar("Result")
 
 
 class Collector(Protocol):
-    """Is called with tensors of logged steps. A collector that raises is called no more; nothing else changes."""
+    """Is called with tensors of logged steps. A collector that raises is left out of the rest of the step, and is
+    called no more after several steps in a row.
+    """
 
     def wants(self, path: str, module: nn.Module) -> bool:
         """Whether it wants the outputs of this module."""
@@ -96,6 +100,7 @@ class Collectors:
         """Changes whenever a collector wants other modules than before."""
         self._report = report
         self._all: tuple[Collector, ...] = ()
+        self._failing: Retries[Collector] = Retries()
 
     def __bool__(self) -> bool:
         return bool(self._all)
@@ -122,30 +127,49 @@ class Collectors:
         return any(self._each(lambda collector: collector.wants_inputs(path, module)))
 
     def begin(self) -> None:
+        if not all(map(self._failing.may_try, self._all)):  # one that failed last time has to be asked what it wants
+            self.change_subscription()
+        self._failing.next_step()
         self._each(lambda collector: collector.begin())
 
     def on_tensor(self, path: str, kind: str, index: str, tensor: Tensor) -> None:
         self._each(lambda collector: collector.on_tensor(path, kind, index, tensor))
 
     def end(self, recorder: Recorder) -> None:
-        self._each(lambda collector: collector.end(recorder))
+        def end(collector: Collector) -> None:
+            collector.end(recorder)
+            self._failing.worked(collector)
+
+        self._each(end)
 
     def forget(self) -> None:
         self._each(lambda collector: collector.forget())
 
     def _each(self, call: Callable[[Collector], Result]) -> list[Result]:
-        """The results of calling all collectors. One that raises is removed."""
+        """The results of calling all collectors but those that have failed in this step."""
         results = []
         for collector in self._all:
+            if self._failing and not self._failing.may_try(collector):
+                continue
             try:
                 results.append(call(collector))
             except Exception as problem:
-                self._all = tuple(other for other in self._all if other is not collector)
-                if isinstance(collector, HasHooks):
-                    with contextlib.suppress(Exception):
-                        collector.detach()
-                self._report.error(type(collector).__name__, problem)
+                self._on_failure(collector, problem)
         return results
+
+    def _on_failure(self, collector: Collector, problem: Exception) -> None:
+        """What it has collected in this step is lost. It is tried again on the next logged step."""
+        gives_up = self._failing.failed(collector)
+        with contextlib.suppress(Exception):
+            collector.forget()
+        if isinstance(collector, HasHooks):
+            with contextlib.suppress(Exception):
+                collector.detach()
+        name = type(collector).__name__
+        self._report.error(name, problem)
+        if gives_up:
+            self._all = tuple(other for other in self._all if other is not collector)
+            self._report.log_once(f"{name}: {describe_exception(problem)}{gives_up}", logging.ERROR)
 
 
 def guarded(make: ArtifactBuilder, report: Report, where: str) -> ArtifactBuilder:

@@ -1,11 +1,13 @@
 """Dead units: units of a ReLU's output that were zero for every sample of a step.
 
-One vector per site stays on the device over all calls of the step. Its share of dead units is copied to the host with
-the step. No sync; which dimensions hold units is decided from shapes alone.
+One vector per site and forward stays on the device until the step ends: only then is it known which forwards belong to
+the step. Its share of dead units is copied to the host with the step. No sync; which dimensions hold units is decided
+from shapes alone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass
 
 import torch
@@ -35,29 +37,49 @@ class DeadUnits:
     """Counts the dead units of all ReLU outputs of one step."""
 
     def __init__(self) -> None:
-        self._peaks: dict[str, dict[int, _Peaks]] = {}
+        self._peaks: dict[object, dict[tuple[str, int], _Peaks]] = {}
 
-    def add(self, name: str, output: Tensor) -> None:
+    def add(self, name: str, output: Tensor, forward: object) -> None:
         """Adds one call's output. `name` is that of the site: `activation/<path>` or `functional/<path>`."""
         if not output.is_floating_point() or output.layout is not torch.strided or output.numel() == 0:
             return
-        known = self._peaks.setdefault(name, {})
+        known = self._peaks.setdefault(forward, {})
         by_kernel = cpu.can_read(output)
         for dim in _unit_dimensions(output):
-            before = known.get(dim)
-            if before is not None and not _has_same_units(before.largest, output, dim):
+            before = known.get((name, dim))
+            if before is not None and not _has_same_units(before.largest, output.size(dim), output.device):
                 before = None
             largest = (_alive if by_kernel else _largest)(output.detach(), dim, before.largest if before else None)
             samples = output.numel() // output.size(dim)
-            known[dim] = _Peaks(largest, samples + (before.samples if before else 0))
+            known[name, dim] = _Peaks(largest, samples + (before.samples if before else 0))
+
+    def drop(self, forwards: Set[object]) -> None:
+        """Removes what was added in these forwards."""
+        self._peaks = {forward: peaks for forward, peaks in self._peaks.items() if forward not in forwards}
+
+    def _merged(self) -> dict[str, list[_Peaks]]:
+        """The peaks of all forwards, by site and then by dimension."""
+        merged: dict[tuple[str, int], _Peaks] = {}
+        for peaks in self._peaks.values():
+            for key, new in peaks.items():
+                before = merged.get(key)
+                if before is not None and _has_same_units(before.largest, len(new.largest), new.largest.device):
+                    largest = torch.maximum(before.largest, new.largest)
+                    merged[key] = _Peaks(largest, before.samples + new.samples)
+                else:
+                    merged[key] = new
+        by_site: dict[str, list[_Peaks]] = {}
+        for (name, _), one in merged.items():
+            by_site.setdefault(name, []).append(one)
+        return by_site
 
     def log(self, recorder: Recorder) -> None:
         """Records the share of dead units of each site, and forgets them."""
         alike: dict[tuple[int, torch.device], list[tuple[str, Tensor]]] = {}
-        for name, by_dimension in self._peaks.items():
+        for name, by_dimension in self._merged().items():
             kind, _, path = name.partition("/")
             tag = f"{kind}.{DEAD_FRACTION}/{path}"
-            peaks = [peaks.largest for peaks in by_dimension.values() if peaks.samples >= FEWEST_SAMPLES]
+            peaks = [peaks.largest for peaks in by_dimension if peaks.samples >= FEWEST_SAMPLES]
             if len(peaks) == 1:
                 alike.setdefault((len(peaks[0]), peaks[0].device), []).append((tag, peaks[0]))
             elif peaks:
@@ -79,9 +101,9 @@ def _unit_dimensions(output: Tensor) -> tuple[int, ...]:
     return {0: (), 1: (0,), 2: (1,), 3: (1, 2)}.get(output.dim(), (1,))
 
 
-def _has_same_units(known: Tensor, output: Tensor, dim: int) -> bool:
+def _has_same_units(known: Tensor, width: int, device: torch.device) -> bool:
     """A shared ReLU may be called on outputs of other widths, and on other devices."""
-    return len(known) == output.size(dim) and known.device == output.device
+    return len(known) == width and known.device == device
 
 
 def _largest(output: Tensor, dim: int, before: Tensor | None) -> Tensor:

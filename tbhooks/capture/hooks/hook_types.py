@@ -63,7 +63,6 @@ class ForwardHook(UnpicklableHook):
         "collects_inputs",
         "collects_outputs",
         "ends_backward",
-        "failures",
         "gate",
         "has_units",
         "hook_id",
@@ -96,8 +95,6 @@ class ForwardHook(UnpicklableHook):
         self.ends_backward = path == ROOT
         self.broken = False
         """Whether it has failed in this logged step, and no longer reads in it."""
-        self.failures = 0
-        """On how many logged steps in a row it has failed."""
 
     def assign_hook_id(self) -> None:
         """To be called once anything is compiled: an id is a tensor, too expensive to make for each module of every

@@ -25,11 +25,9 @@ from tbhooks.capture.hooks.manager import HookManager
 from tbhooks.capture.hooks.outputs import OutputReader
 from tbhooks.capture.hooks.step_context import StepContext
 from tbhooks.capture.recorder import Recorder
+from tbhooks.capture.retries import Retries
 from tbhooks.data.frame import EVALUATION_SINCE
 from tbhooks.data.self_report import Report, describe_exception
-
-# A hook that has failed on this many logged steps in a row is no longer called.
-MOST_FAILURES = 3
 
 
 class Observer:
@@ -42,7 +40,7 @@ class Observer:
         self._model = weakref.ref(selection.unwrap(model))
         self._recorder = recorder
         self._report = report
-        self._failing: dict[str, ForwardHook] = {}
+        self._failing: Retries[str] = Retries()
         self.gate = CompileGate(self._assign_hook_ids)
         self.number = recorder.number
         self._step = ActiveStep(self._model, recorder, self.gate, listener, report)
@@ -95,8 +93,12 @@ class Observer:
     def begin(self, attach: bool) -> None:
         """Opens a logged step and attaches the hooks."""
         self._step.open()
-        for hook in self._failing.values():
-            hook.broken = hook.failures >= MOST_FAILURES
+        if self._functional is not None:
+            self._functional.begin_step()
+        if self._failing:
+            self._failing.next_step()
+            for path, hook in self.placement.hooks.items():
+                hook.broken = not self._failing.may_try(path)
         if attach:
             self.attach()
 
@@ -164,6 +166,7 @@ class Observer:
     def leave_out_unused(self) -> None:
         """Forwards that no backward went through are no part of the step, if others are."""
         unused = self._step.passes.unused()
+        self.units.drop(unused)
         if self._recorder.drop(unused) and not all(forward.raised or forward.evaluates for forward in unused):
             self._report.log_once(NOT_TRAINED)
         since = self._step.admission.since
@@ -242,19 +245,17 @@ class Observer:
     def _on_failure(self, hook: ForwardHook, problem: Exception) -> None:
         """A hook that failed is called again on the next logged step, and given up after several in a row."""
         hook.broken = True
-        hook.failures += 1
-        self._failing[hook.path] = hook
-        gives_up = f"; given up after {MOST_FAILURES} logged steps in a row" if hook.failures >= MOST_FAILURES else ""
-        self._report.mark_unseen(hook.path, f"its hook failed: {describe_exception(problem)}{gives_up}", replace=True)
+        why = f"its hook failed: {describe_exception(problem)}{self._failing.failed(hook.path)}"
+        self._report.mark_unseen(hook.path, why, replace=True)
         self._report.error(f"hook on {hook.path}", problem)
 
     def _forgive(self, context: StepContext) -> None:
         """Resets the count of hooks that failed before and did not fail in this step."""
-        for path, hook in list(self._failing.items()):
-            if not hook.broken and path in context.called:
-                hook.failures = 0
-                del self._failing[path]
-                self._report.mark_seen(path)
+        for path in context.called if self._failing else ():
+            if path in self.placement.hooks and not self.placement.hooks[path].broken:
+                self._failing.worked(path)
+        for path in self._failing.next_step() if self._failing else ():
+            self._report.mark_seen(path)
 
     def on_inputs(self, hook: ForwardHook, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if is_traced():

@@ -66,7 +66,7 @@ class OutputReader:
             if span is None or self._report.unseen:
                 _mark(self._report, hook.path + index, tensor, span is not None)
         if (hook.has_units or hook.collects_outputs) and not is_recomputed and not self._step.is_provisional(forward):
-            self._collect_output(hook, index, tensor)
+            self._collect_output(hook, index, tensor, forward)
         if is_hidden and gradient != NO_SITE:
             gradient = NO_SITE
             self._report.mark_unseen(f"gradient/{hook.path}{index}", dynamo.GRADIENTS_INSIDE)
@@ -81,10 +81,10 @@ class OutputReader:
                 gradient_hook.sites.append(gradient)
         context.cache(tensor, span, gradient_hook)
 
-    def _collect_output(self, hook: ForwardHook, index: str, tensor: Tensor) -> None:
+    def _collect_output(self, hook: ForwardHook, index: str, tensor: Tensor, forward: Pass) -> None:
         local = sharded_tensors.local_tensor(tensor) if hook.has_units and hook.reads_outputs else None
         if local is not None:
-            self._step.dead_units.add(f"activation/{hook.path}{index}", local)
+            self._step.dead_units.add(f"activation/{hook.path}{index}", local, forward)
         if hook.collects_outputs:
             self.collect(hook.path, "activation", index, tensor)
 
@@ -110,9 +110,10 @@ class OutputReader:
         """Returns whether a collector was called with the tensor."""
         step = self._step
         site = recorder.number(Site(path, "functional", index))
-        record_tensor(recorder, site, tensor, self._report, step.current_pass(recorder))
+        forward = step.current_pass(recorder)
+        record_tensor(recorder, site, tensor, self._report, forward)
         if path.endswith(RECTIFIED) and recorder is not step.evaluation:
-            step.dead_units.add(f"functional/{path}{index}", tensor)
+            step.dead_units.add(f"functional/{path}{index}", tensor, forward)
         return hook.collects_outputs and recorder is step.recorder and self.collect(path, "functional", index, tensor)
 
 

@@ -27,7 +27,7 @@ from enum import Enum
 
 from torch import Tensor
 
-from tbhooks.capture.packed_step import PackedStep
+from tbhooks.capture.packed_step import PackedStep, TablePart
 
 
 class State(Enum):
@@ -56,6 +56,10 @@ class Step:
     """The tags of its scalars. Another value of the same tag belongs to the next step."""
     early: dict[str, Tensor | float] = field(default_factory=dict)
     """Scalars that were logged to it while the step before it still used the recorder."""
+    early_parts: list[TablePart] = field(default_factory=list)
+    """Samples that were given to it while the step before it still used the recorder."""
+    has_samples: bool = False
+    """Whether samples were given to it."""
     was_skipped: bool = False
     """A GradScaler has skipped the optimizer: until the next forward, scalars belong to no step."""
     takes_late_scalars: bool = True
@@ -92,6 +96,11 @@ class Step:
         """Adds a scalar of the host, after the copy was started."""
         assert self._packed is not None
         self._packed = replace(self._packed, scalars={**self._packed.scalars, tag: number})
+
+    def add_part(self, part: TablePart) -> None:
+        """Adds samples that were given after the copy was started."""
+        assert self._packed is not None
+        self._packed = replace(self._packed, parts=[*self._packed.parts, part])
 
     def relabel(self, label: int) -> None:
         self.label = label

@@ -7,6 +7,7 @@ torch.export are not used.
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 import threading
 import weakref
@@ -24,14 +25,16 @@ from tbhooks.capture.hooks.manager import hook_calls
 from tbhooks.capture.hooks.observer import Observer
 from tbhooks.capture.packed_step import Read
 from tbhooks.capture.recorder import Recorder
+from tbhooks.capture.retries import Retries
 from tbhooks.collectors.graph.describe import is_called, shape_of, type_of
 from tbhooks.collectors.graph.tracer import Tracer, leaves
 from tbhooks.data.artifacts import Artifact
 from tbhooks.data.frame import ROOT
-from tbhooks.data.self_report import Report
+from tbhooks.data.self_report import Report, describe_exception
 from tbhooks.reduction.torch_rows import has_no_data
 
 TRAINING, EVALUATION = "training", "evaluation"
+TRACING = "tracing"
 ELSEWHERE = "modules that run in another thread are shown without connections"
 COMPILED = "inside compiled code only modules are shown, without operations and connections"
 
@@ -53,7 +56,7 @@ class GraphCollector:
         self._recorder: Recorder | None = None
         self._phase = TRAINING
         self._thread = 0
-        self._failed = False
+        self._failing: Retries[str] = Retries()
 
     # --- The Collector protocol ---
 
@@ -68,8 +71,16 @@ class GraphCollector:
     def _wants_outputs(self) -> bool:
         return not self._failed and TRAINING not in self._done
 
+    @property
+    def _failed(self) -> bool:
+        """Whether tracing has failed in this step, or was given up."""
+        return not self._failing.may_try(TRACING)
+
     def begin(self) -> None:
         self._outputs = {}
+        if self._failed:
+            self._failing.next_step()
+            self._observer.collectors.change_subscription()
 
     def on_tensor(self, path: str, kind: str, index: str, tensor: Tensor) -> None:
         if self._wants_outputs and kind == "activation":
@@ -156,13 +167,15 @@ class GraphCollector:
             self.detach()
 
     def _fail(self, problem: Exception) -> None:
-        """Reports an error; tracing is not tried again.
+        """Reports an error; tracing is tried again on the next logged step, and given up after several in a row.
 
         The mode cannot be removed during an operation: that is left to the next hook.
         """
         if not self._failed:
-            self._failed = True
+            gives_up = self._failing.failed(TRACING)
             self._report.error("drawing the graph", problem)
+            if gives_up:
+                self._report.log_once(f"drawing the graph: {describe_exception(problem)}{gives_up}", logging.ERROR)
 
     def _is_tracing(self) -> bool:
         """Whether a forward is being traced, in any thread."""

@@ -18,7 +18,7 @@ from tensorboard.summary.writer import record_writer
 from tbhooks.data.frame import Frame, Site
 from tbhooks.sinks.flush_hooks import call_before
 from tbhooks.sinks.scalar_selection import indices_of, shown_scalars
-from tbhooks.sinks.tensorboard import artifacts, protobuf
+from tbhooks.sinks.tensorboard import artifacts, protobuf, samples
 from tbhooks.sinks.tensorboard.event_files import event_file
 from tbhooks.sinks.tensorboard.event_writer import fast_crc, sender
 from tbhooks.sinks.tensorboard.findings import FindingWriter
@@ -136,6 +136,7 @@ class TensorBoardSink:
         plan, rest = self._plans[frame.sites], summary_pb2.Summary()
         plan.add_tensors(frame, rest)
         self._findings.add(frame.findings, rest)
+        samples.add(frame.samples, rest)
         if frame.artifacts:
             run = artifacts.Run(self.destination, frame.time, frame.step, self._send, self.flush, self._layouts)
             artifacts.write(frame.artifacts, rest, run)

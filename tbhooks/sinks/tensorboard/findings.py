@@ -44,10 +44,11 @@ class FindingWriter:
 
 def markdown(finding: Finding) -> str:
     """A finding as one paragraph of markdown."""
-    return f"**{_plain_text(finding.severity)}**, step {finding.step}: {_plain_text(finding.message)}"
+    return f"**{plain_text(finding.severity)}**, step {finding.step}: {plain_text(finding.message)}"
 
 
-def _plain_text(text: str) -> str:
+def plain_text(text: str) -> str:
+    """A text that TensorBoard shows as it is."""
     # HTML entities are made last: a backslash before "&lt;" would be visible.
     return html.escape(_MARKDOWN.sub(r"\\\1", _CONTROL.sub(" ", text)), quote=False)
 

@@ -110,6 +110,6 @@ def test_nothing_is_waited_for_and_everything_rides_in_the_one_copy() -> None:
 
 def test_units_of_another_device_or_width_start_anew() -> None:
     known = torch.zeros(3)
-    assert dead_units._has_same_units(known, torch.zeros(2, 3), 1)
-    assert not dead_units._has_same_units(known, torch.zeros(2, 4), 1)
-    assert not dead_units._has_same_units(known, torch.zeros(2, 3, device="meta"), 1)
+    assert dead_units._has_same_units(known, 3, torch.device("cpu"))
+    assert not dead_units._has_same_units(known, 4, torch.device("cpu"))
+    assert not dead_units._has_same_units(known, 3, torch.device("meta"))

@@ -229,6 +229,43 @@ def test_a_hook_that_failed_is_tried_again_and_given_up_after_three_logged_steps
     assert watching.stats.errors == len(fails)
 
 
+@pytest.mark.parametrize(("fails", "seen"), [({1}, {0, 2, 3, 4, 5, 6}), ({1, 2, 4, 5}, {0, 3, 6}), ({1, 2, 3}, {0})])
+def test_an_operation_that_could_not_be_read_is_read_again_and_given_up_after_three_logged_steps(
+    monkeypatch: pytest.MonkeyPatch, fails: set[int], seen: set[int]
+) -> None:
+    original, now = Recorder.record, [0]
+
+    def record(self: Recorder, site: int, *arguments: Any) -> Any:
+        if now[0] in fails and self.sites[site] == tbhooks.Site("(root):relu", "functional"):
+            raise MemoryError("none left")
+        return original(self, site, *arguments)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.relu(torch.tanh(self.layer(x)))
+
+    monkeypatch.setattr(Recorder, "record", record)
+    model = Net()
+    optimizer = sgd(model)
+    reasons = []
+    with tbhooks.watch(model, every=1, kinds=("functional",)) as watching:
+        for step in range(7):
+            now[0] = step
+            train(model, 1, optimizer)
+            watching.flush()
+            reasons.append(watching.stats.unseen.get("functional/(root):relu", ""))
+    assert {frame.step for frame in watching.history if ("(root):relu", "functional") in frame} == seen
+    assert all(("(root):tanh", "functional") in frame for frame in watching.history)
+    assert all("MemoryError: none left" in reasons[step] for step in fails)
+    assert ("given up" in reasons[-1]) == (len(seen) == 1)
+    assert bool(reasons[-1]) == (len(seen) == 1)
+    assert watching.stats.errors == len(fails)
+
+
 def test_a_gradient_that_could_not_be_read_is_named_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     original = Recorder.record
 

@@ -233,7 +233,7 @@ def test_there_is_no_hook_after_close_or_in_a_pause() -> None:
         assert not model._forward_pre_hooks
     assert len(model._forward_pre_hooks) == 1
     copy.deepcopy(model)(torch.ones(1, 3))
-    assert not w._session._scalars.metrics._samples, "forwards of a copy of the model are not counted"
+    assert not w._session.metrics._samples, "forwards of a copy of the model are not counted"
     w.close()
     assert not model._forward_pre_hooks
 

@@ -30,8 +30,8 @@ def collected_by(w: tbhooks.Watch, *collectors: Any) -> tbhooks.Watch:
 class TensorCollector:
     """Keeps the tensors it is called with, as they arrive on the host."""
 
-    def __init__(self, *paths: str, inputs: str = "", fails_at: str = "") -> None:
-        self.paths, self.inputs, self.fails_at = paths, inputs, fails_at
+    def __init__(self, *paths: str, inputs: str = "") -> None:
+        self.paths, self.inputs = paths, inputs
         self.steps: list[list[tuple[str, str, np.ndarray[Any, Any]]]] = []
         self._attached: list[Any] = []
         self._now: list[Any] = []
@@ -46,8 +46,6 @@ class TensorCollector:
         self._now = []
 
     def on_tensor(self, path: str, kind: str, index: str, tensor: Tensor) -> None:
-        if self.fails_at == "saw":
-            raise RuntimeError("cannot look")
         self._now.append((kind, path + index, tensor.detach().clone()))
 
     def end(self, recorder: Recorder) -> None:
@@ -168,19 +166,63 @@ def test_history_keeps_numbers_and_not_what_goes_along() -> None:
     assert not any(frame.artifacts for frame in watching.history)
 
 
-def test_one_that_fails_is_told_once_and_harms_nobody() -> None:
-    bad, good = TensorCollector("0", fails_at="saw"), TensorCollector("0")
+class FailingCollector(TensorCollector):
+    """Raises in one of its methods, on some logged steps."""
+
+    def __init__(self, method: str, steps: set[int]) -> None:
+        super().__init__("0", inputs="0")
+        self.method, self.fails_on, self.step = method, steps, -1
+        self.collected: list[int] = []
+
+    def fail(self, method: str) -> None:
+        if method == self.method and self.step in self.fails_on:
+            raise MemoryError("none left")
+
+    def wants(self, path: str, module: nn.Module) -> bool:
+        self.fail("wants")
+        return super().wants(path, module)
+
+    def begin(self) -> None:
+        self.step += 1
+        self.fail("begin")
+        super().begin()
+
+    def on_tensor(self, path: str, kind: str, index: str, tensor: Tensor) -> None:
+        super().on_tensor(path, kind, index, tensor)
+        if kind == "activation":
+            self.fail("on_tensor")
+
+    def end(self, recorder: Recorder) -> None:
+        self.fail("end")
+        super().end(recorder)
+        self.collected.append(self.step)
+
+
+@pytest.mark.parametrize("method", ["wants", "begin", "on_tensor", "end"])
+@pytest.mark.parametrize(
+    ("fails", "collected"),
+    [({1}, [0, 2, 3, 4, 5, 6]), ({1, 2, 4, 5}, [0, 3, 6]), ({1, 2, 3}, [0])],
+    ids=["once", "twice", "given_up"],
+)
+def test_one_that_fails_is_tried_again_and_given_up_after_three_steps(
+    method: str, fails: set[int], collected: list[int]
+) -> None:
+    bad, good = FailingCollector(method, fails), TensorCollector("0")
     kept = tbhooks.MemorySink()
     made: list[tbhooks.Watch] = []
 
     def before(model: nn.Module) -> None:
-        made.append(collected_by(tbhooks.watch(model, kept, every=1), bad, good))
+        made.append(collected_by(tbhooks.watch(model, kept, every=1), good, bad))
 
-    zoo.plain_loop(zoo.ZOO["mlp"], 3, before, lambda *_: None)
+    zoo.plain_loop(zoo.ZOO["mlp"], 7, before, lambda *_: None)
     made[0].close()
-    assert made[0].stats.errors == 1
-    assert [message for message in made[0].stats.messages if "TensorCollector: RuntimeError: cannot look" in message]
-    assert len(good.steps) == len(kept.frames) == 3
+    assert bad.collected == collected
+    assert len(bad.steps) == len(collected)
+    assert all(names(step) == ["input/0", "activation/0"] for step in bad.steps)
+    assert len(good.steps) == len(kept.frames) == 7
+    assert made[0].stats.errors == len(fails)
+    assert any("FailingCollector: MemoryError: none left" in message for message in made[0].stats.messages)
+    assert any("given up" in message for message in made[0].stats.messages) == (len(fails) == 3)
 
 
 def test_the_one_pass_of_a_model_that_is_not_trained_is_shown_at_the_end() -> None:
@@ -230,7 +272,7 @@ def test_training_is_the_same_to_the_bit_and_the_graph_has_as_many_nodes() -> No
     assert collector.steps
 
 
-def test_a_pattern_that_fails_later_ends_its_collector_and_costs_no_step_its_numbers() -> None:
+def test_a_pattern_that_fails_later_costs_no_step_its_numbers() -> None:
     model, fails = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)), []
 
     def pattern(path: str, _module: nn.Module) -> bool:
@@ -247,7 +289,7 @@ def test_a_pattern_that_fails_later_ends_its_collector_and_costs_no_step_its_num
         optimizer.step()
     w.close()
     assert [("1", "activation") in frame for frame in w.history] == [True] * 3
-    assert w.stats.errors == 3
+    assert w.stats.errors == 6  # three collectors, on two logged steps
     assert zoo.hook_count(model) == 0
 
 

@@ -853,22 +853,46 @@ def test_copies_and_pickles_of_the_model_take_nothing_along() -> None:
     assert len(graph.nodes) == 6
 
 
-def test_a_failure_of_ours_is_told_once_and_training_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("method", ["enter", "leave", "_add_operation"])
+def test_a_graph_that_cannot_be_drawn_is_given_up_after_three_steps_and_training_goes_on(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fails(*_: object) -> None:
         raise RuntimeError("cannot draw")
 
-    for method in ("enter", "leave", "_add_operation"):
-        with monkeypatch.context() as patch:
-            patch.setattr(Tracer, method, fails)
-            run = Run(Residual())
-            for _ in range(3):
-                run.step(x())
-            assert zoo.hook_count(run.model) > 0, "the watch itself goes on"
-            run.watch.close()
-        assert run.watch.stats.errors == 1, method
-        assert len(run.kept.frames) == 3
-        assert not [frame for frame in run.kept.frames if frame.artifacts]
-        assert torch._C._len_torch_function_stack() == 0
+    monkeypatch.setattr(Tracer, method, fails)
+    run = Run(Residual())
+    for _ in range(5):
+        run.step(x())
+    assert zoo.hook_count(run.model) > 0, "the watch itself goes on"
+    run.watch.close()
+    assert run.watch.stats.errors == 3, run.watch.stats.messages
+    assert sum("given up" in message for message in run.watch.stats.messages) == 1
+    assert len(run.kept.frames) == 5
+    assert not [frame for frame in run.kept.frames if frame.artifacts]
+    assert torch._C._len_torch_function_stack() == 0
+
+
+@pytest.mark.parametrize("method", ["enter", "leave", "_add_operation"])
+def test_a_graph_that_could_not_be_drawn_once_is_drawn_in_the_next_logged_step(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise MemoryError("none left")
+
+    run, whole = Run(Residual()), Run(Residual())
+    with monkeypatch.context() as patch:
+        patch.setattr(Tracer, method, fails)
+        run.step(x())
+    for _ in range(2):
+        run.step(x())
+    run.watch.close()
+    whole.step(x())
+    (drawn,) = [artifact for frame in run.kept.frames for artifact in frame.artifacts]
+    (expected,) = whole.graphs()
+    assert [frame.step for frame in run.kept.frames if frame.artifacts] == [1]
+    assert [node.name for node in drawn.nodes] == [node.name for node in expected.nodes]
+    assert run.watch.stats.errors == 1, run.watch.stats.messages
 
 
 def test_it_can_be_asked_for_in_the_middle_of_training() -> None:

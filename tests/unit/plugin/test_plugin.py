@@ -203,7 +203,7 @@ def test_without_a_data_provider_there_is_no_tab() -> None:
 
 
 def test_every_file_of_the_page_has_a_route_and_nothing_else_of_the_package_has(tab: Tab) -> None:
-    questions = {"/runs", "/sites", "/matrix", "/distribution", "/history", "/findings"}
+    questions = {"/runs", "/sites", "/matrix", "/distribution", "/history", "/findings", "/scalars", "/overview"}
     files = {f"/{path.relative_to(STATIC).as_posix()}" for path in STATIC.rglob("*") if path.is_file()}
     assert set(tab.routes) == questions | files
     assert "/index.js" in files
@@ -218,6 +218,8 @@ GOOD = {
     "distribution": {"run": "one", "kind": "activation", "path": "a", "step": "0"},
     "history": {"run": "one", "kind": "activation", "path": "a"},
     "findings": {"run": "one"},
+    "scalars": {"run": "one"},
+    "overview": {"run": "one"},
 }
 WRONG = {
     "run": ["two", "", "../one", "one/", "x" * 5000, "\x00"],
@@ -553,7 +555,7 @@ def test_a_trouble_that_was_told_again_is_one_entry_and_the_worst_come_first(tmp
     write(tmp_path / "run", *frames)
     tab = Tab(tmp_path)
     told = tab.ask("findings", run="run").json["findings"]
-    assert [(one["step"], one["last_step"], one["times"], one["rule"], one["severity"]) for one in told] == [
+    assert [(one["onset"], one["last"], one["count"], one["rule"], one["severity"]) for one in told] == [
         (1, 3, 2, "dead_units", "error"),
         (2, 2, 1, "non_finite", "error"),
         (1, 1, 1, "dead_units", "warning"),
@@ -679,7 +681,7 @@ def test_findings_that_are_none_are_left_out(tmp_path: Path) -> None:
     values = [(i, "tbhooks/findings", tensor_util.make_tensor_proto(text), b"") for i, text in enumerate(texts)]
     write_values(tmp_path / "run", *values, (99, "tbhooks/findings", ROWS, None))
     (told,) = Tab(tmp_path).ask("findings", run="run").json["findings"]
-    assert (told["times"], told["message"]) == (2, "<b>dead</b>")
+    assert (told["count"], told["message"]) == (1, "<b>dead</b>"), "both are of one step"
 
 
 def test_more_than_memory_holds_is_refused_before_it_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -319,9 +319,9 @@ def test_steps_of_a_running_writer_arrive_and_only_those_when_asked_for(server: 
     sink.close()
     # Findings are the last of a step.
     (told,) = server.wait_for(
-        lambda: [f for f in server.ask("findings", run="growing").json["findings"] if f["times"] == 3]
+        lambda: [f for f in server.ask("findings", run="growing").json["findings"] if f["count"] == 3]
     )
-    assert (told["step"], told["last_step"]) == (5, 7)
+    assert (told["onset"], told["last"]) == (5, 7)
     header, values = server.ask("matrix", run="growing", kind="activation", stat="mean", after=4).matrix
     assert (header["steps"], values.tolist()) == ([5, 6, 7], [[5, 1], [6, 1], [7, 1]])
     header, values = server.ask("matrix", run="growing", kind="activation", stat="p50").matrix

@@ -1,5 +1,7 @@
 /* The routes of the plugin, one function each. URLs are relative to this file, so that a path prefix is kept. No state. */
 
+import { toNumber } from "./numbers.js";
+
 const BASE = new URL("..", import.meta.url);
 
 /** An error response of the server; `status` is 0 if there was no response. */
@@ -25,6 +27,9 @@ async function request(route, parameters = {}) {
   return response;
 }
 
+/** Values that are not finite are words in JSON. */
+const numbered = ({ tag, steps, values }) => ({ tag, steps, values: values.map((value) => toNumber(value) ?? NaN) });
+
 const json = async (route, parameters) => (await request(route, parameters)).json();
 
 /** Header and numbers of the binary response: length, JSON padded to 8 bytes, float32 in the order step, site. */
@@ -43,6 +48,8 @@ export const api = {
     return decodeMatrix(await answer.arrayBuffer());
   },
   findings: async ({ run }) => (await json("findings", { run })).findings,
+  scalars: async ({ run }) => (await json("scalars", { run })).scalars.map(numbered),
+  overview: ({ run }) => json("overview", { run }),
   distribution: ({ run, kind, path, index, step }) => json("distribution", { run, kind, path, index, step }),
   history: ({ run, kind, path, index }) => json("history", { run, kind, path, index }),
 };

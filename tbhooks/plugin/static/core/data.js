@@ -1,13 +1,13 @@
 /*
  * The shown numbers: fetched when a choice is made; while a run goes on, only later steps are fetched.
- * Holds at most two matrices and the findings of their runs. Independent of the page.
+ * Holds a matrix, the findings and the scalars of each shown run. Independent of the page.
  */
 
 import { append, createMatrix, inOrderOf } from "../map/matrix.js";
 import { runNamed } from "./runs.js";
 
 const lastOf = (matrix) => (matrix.steps.length ? matrix.steps[matrix.steps.length - 1] : -1);
-const fits = (matrix, choice) => matrix !== null && ["run", "kind", "stat"].every((name) => matrix[name] === choice[name]);
+const fits = (matrix, choice) => ["run", "kind", "stat"].every((name) => matrix[name] === choice[name]);
 
 /** The entry of a kind in the list of runs; null if there is none. */
 const entryOf = (list, { run, kind }) => runNamed(list, run)?.kinds.find((each) => each.kind === kind) ?? null;
@@ -30,55 +30,51 @@ async function whole(api, choice, list) {
 }
 
 export function createData(api) {
-  const held = { a: null, b: null, findings: { a: [], b: [] } };
-  const requested = { a: null, b: null };
+  let sides = [];
   let turn = 0;
 
   const findingsOf = async (list, run) => (runNamed(list, run)?.findings === null ? [] : api.findings({ run }));
+  const aboutRun = (list, run) => Promise.all([findingsOf(list, run), api.scalars({ run })]);
 
-  async function loadSide(side, choice, list) {
-    if (choice === null) return { matrix: null, findings: [] };
-    const matrix = fits(held[side], choice) ? held[side] : await whole(api, choice, list);
-    const known = held[side]?.run === choice.run;
-    return { matrix, findings: known ? held.findings[side] : await findingsOf(list, choice.run) };
+  async function loadSide(choice, list) {
+    const same = sides.find(({ matrix }) => fits(matrix, choice));
+    if (same) return same;
+    const known = sides.find(({ matrix }) => matrix.run === choice.run);
+    const about = known ? [known.findings, known.scalars] : aboutRun(list, choice.run);
+    const [matrix, [findings, scalars]] = await Promise.all([whole(api, choice, list), about]);
+    return { matrix, findings, scalars, requested: null };
   }
 
-  /** New steps of one side; true if anything changed. */
+  /** New steps of one run; true if anything changed. */
   async function followSide(side, list) {
-    const matrix = held[side];
-    const entry = matrix && entryOf(list, matrix);
+    const { matrix } = side;
+    const entry = entryOf(list, matrix);
     if (!entry) return false;
     const mark = `${entry.sites}|${entry.last_step}`;
-    if (requested[side] === mark) return false;
+    if (side.requested === mark) return false;
     const anew = entry.sites !== matrix.sites.length || entry.last_step < lastOf(matrix);
     const next = anew ? await whole(api, matrix, list) : matrix;
     const answer = anew ? null : await api.matrix({ ...matrix, after: lastOf(matrix) });
-    const findings = await findingsOf(list, matrix.run);
-    if (held[side] !== matrix) return false;
-    requested[side] = mark;
-    held[side] = next;
-    held.findings[side] = findings;
+    const [findings, scalars] = await aboutRun(list, matrix.run);
+    if (side.matrix !== matrix || !sides.includes(side)) return false;
+    Object.assign(side, { requested: mark, matrix: next, findings, scalars });
     if (answer && answer.header.sites === matrix.sites.length) append(matrix, answer);
     return true;
   }
 
   return {
-    held,
+    /** One `{ matrix, findings, scalars }` per shown run. */
+    sides: () => sides,
     /** Fetches what is missing for a choice; false if another choice was made meanwhile. */
-    async load({ run, vs, kind, stat }, list) {
+    async load({ runs, kind, stat }, list) {
       const mine = ++turn;
-      const choices = [{ run, kind, stat }, vs ? { run: vs, kind, stat } : null];
-      const [a, b] = await Promise.all(choices.map((choice, i) => loadSide(i ? "b" : "a", choice, list)));
+      const loaded = await Promise.all(runs.map((run) => loadSide({ run, kind, stat }, list)));
       if (mine !== turn) return false;
-      for (const [side, { matrix, findings }] of [["a", a], ["b", b]]) {
-        if (held[side] !== matrix) requested[side] = null;
-        held[side] = matrix;
-        held.findings[side] = findings;
-      }
+      sides = loaded;
       return true;
     },
     async follow(list) {
-      const changed = await Promise.all([followSide("a", list), followSide("b", list)]);
+      const changed = await Promise.all(sides.map((side) => followSide(side, list)));
       return changed.includes(true);
     },
   };

@@ -5,9 +5,10 @@ const FIRST_STAT = { gradient: "norm", weight: "norm", weight_gradient: "norm", 
 const FRESH = 60;
 const DAY = 86_400;
 
-/** "weight gradient", "activation (evaluation)", "activation by channel". */
+/** "weight gradient", "activation (evaluation)", "activation by channel"; any other prefix is told alike. */
 export function kindWords(kind) {
-  if (kind.startsWith("channel.")) return `${kindWords(kind.slice(8))} by channel`;
+  const part = /^(?!eval\.)([a-z_]+)\.(.+)$/.exec(kind);
+  if (part) return `${kindWords(part[2])} by ${part[1].replaceAll("_", " ")}`;
   const plain = kind.replace(/^eval\./, "").replaceAll("_", " ");
   return kind.startsWith("eval.") ? `${plain} (evaluation)` : plain;
 }
@@ -15,26 +16,25 @@ export function kindWords(kind) {
 export const statWords = (stat) => stat.replaceAll("_", " ");
 
 function rank(kind) {
-  const place = KIND_ORDER.indexOf(kind.replace(/^eval\./, ""));
-  return (place < 0 ? KIND_ORDER.length : place) + (kind.startsWith("eval.") ? 100 : 0);
+  const place = KIND_ORDER.indexOf(kind.replace(/^([a-z_]+\.)/, ""));
+  return (place < 0 ? KIND_ORDER.length : place) + (kind.startsWith("eval.") ? 100 : kind.includes(".") ? 50 : 0);
 }
 
 export const runNamed = (list, name) => list.runs.find((run) => run.name === name) ?? null;
 
-/** The kinds of one run, or those that two have in common, in display order. */
-export function kindsOf(run, other) {
+/** The kinds of one run, or those that it has in common with all others, in display order. */
+export function kindsOf(run, others) {
   const names = run.kinds.map((each) => each.kind).sort((one, next) => rank(one) - rank(next));
-  if (!other) return names;
-  const common = names.filter((name) => other.kinds.some((each) => each.kind === name));
+  const common = names.filter((name) => others.every((other) => other.kinds.some((each) => each.kind === name)));
   return common.length ? common : names;
 }
 
 const statsOfKind = (run, kind, all) => run.kinds.find((each) => each.kind === kind)?.stats ?? all;
 
 /** The stats available for a kind. */
-export function statsOf(list, run, other, kind) {
+export function statsOf(list, run, others, kind) {
   const stats = statsOfKind(run, kind, list.stats);
-  return other ? stats.filter((stat) => statsOfKind(other, kind, list.stats).includes(stat)) : stats;
+  return stats.filter((stat) => others.every((other) => statsOfKind(other, kind, list.stats).includes(stat)));
 }
 
 /** The run that was written last: the default. */
@@ -45,13 +45,17 @@ export function chosen(list, choice) {
   if (list.runs.length === 0) return null;
   const run = choice.run ? runNamed(list, choice.run) : latest(list.runs);
   if (!run) return null;
-  const other = choice.vs && choice.vs !== run.name ? runNamed(list, choice.vs) : null;
-  const kinds = kindsOf(run, other);
+  if (run.kinds.length === 0) return null;
+  const wanted = [...new Set([choice.vs, ...choice.more])].filter((name) => name && name !== run.name);
+  const others = wanted.map((name) => runNamed(list, name)).filter((other) => other?.kinds.length);
+  const kinds = kindsOf(run, others);
   const kind = kinds.includes(choice.kind) ? choice.kind : kinds[0];
-  const stats = statsOf(list, run, other, kind);
-  const first = FIRST_STAT[kind.replace(/^eval\./, "")] ?? "std";
+  const sharing = others.filter((other) => other.kinds.some((each) => each.kind === kind));
+  const stats = statsOf(list, run, sharing, kind);
+  const first = FIRST_STAT[kind.replace(/^[a-z_]+\./, "")] ?? "std";
   const stat = [choice.stat, first, "norm", ...stats].find((name) => stats.includes(name));
-  return { run: run.name, vs: other ? other.name : "", kind, stat, kinds, stats };
+  const names = sharing.map(({ name }) => name);
+  return { run: run.name, others: names, runs: [run.name, ...names], kind, stat, kinds, stats };
 }
 
 function duration(seconds) {
@@ -60,11 +64,21 @@ function duration(seconds) {
   return `${Math.round(seconds / 3600)} h`;
 }
 
+const SIGNS = { running: "\u25b6", failed: "\u2715", ended: "\u25a0" };
+export const signOf = (state) => SIGNS[state] ?? "";
+
+/** A run is running while new steps arrive, whatever else is known about it. */
+export const stateOf = (run, now) => (now - run.last_time < FRESH ? "running" : run.state);
+
+/** "✓ baseline": the name of a run, and how it ended. */
+export const runWords = (run, now) => [signOf(stateOf(run, now)), run.name].filter(Boolean).join(" ");
+
 /** How fresh a run is: `{ live, text }`. */
 export function freshness(run, now) {
   const age = Math.max(0, now - run.last_time);
   if (age < FRESH) return { live: true, text: `live; last step ${run.last_step}` };
-  if (age < DAY) return { live: false, text: `no new step for ${duration(age)}; last step ${run.last_step}` };
+  const ended = run.state === "failed" ? "failed; " : "";
+  if (age < DAY) return { live: false, text: `${ended}no new step for ${duration(age)}; last step ${run.last_step}` };
   const date = new Date(run.last_time * 1000).toLocaleDateString("en-GB", { day: "numeric", month: "long", year: "numeric" });
-  return { live: false, text: `last step ${run.last_step}, written ${date}` };
+  return { live: false, text: `${ended}last step ${run.last_step}, written ${date}` };
 }

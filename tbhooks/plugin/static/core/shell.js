@@ -24,7 +24,8 @@ function emptyPage() {
 export function createShell() {
   const style = html("link", { rel: "stylesheet", href: new URL("style.css", import.meta.url).href });
   const ready = new Promise((resolve) => ["load", "error"].forEach((event) => style.addEventListener(event, resolve)));
-  document.head.append(style);
+  document.head.append(style, html("link", { rel: "stylesheet", href: new URL("../overview/overview.css", import.meta.url).href }));
+  document.documentElement.lang = "en";
   document.title = "tbhooks";
   const parts = {
     banner: html("div", { class: "banner", role: "status", hidden: true }),
@@ -36,8 +37,9 @@ export function createShell() {
     compared: html("div", { class: "compared" }),
     detail: html("div", { class: "detail-place" }),
     empty: emptyPage(),
+    overview: html("main", { class: "overview", hidden: true, "aria-label": "Overview of all runs" }),
   };
-  const role = { role: "separator", "aria-orientation": "vertical", "aria-label": "Width of the panel" };
+  const role = { role: "separator", "aria-orientation": "vertical", "aria-label": "Width of the panel", "aria-valuenow": "32", "aria-valuemin": "10", "aria-valuemax": "70" };
   const grip = html("div", { class: "grip", tabindex: "0", ...role });
   const details = html("section", { class: "details", "aria-label": "Details" }, parts.compared, parts.detail);
   parts.panel = html("aside", { class: "panel", "aria-label": "Findings and details" }, parts.findings, details);
@@ -45,7 +47,9 @@ export function createShell() {
   const under = html("div", { class: "under" }, parts.status, parts.legend);
   const middle = html("main", { class: "middle" }, under, parts.maps, parts.loading);
   const work = html("div", { class: "work" }, middle, grip, parts.panel);
-  parts.app = html("div", { class: "app", hidden: true }, parts.controls, work);
+  parts.work = work;
+  parts.skip = html("a", { class: "skip", href: "#map" }, "Skip to the map");
+  parts.app = html("div", { class: "app", hidden: true }, parts.skip, parts.controls, parts.overview, work);
   document.body.append(parts.banner, parts.app, parts.empty);
   makeResizable(grip, parts.panel);
   return { ...parts, grip, ready };

@@ -6,6 +6,9 @@
 import { outerWindow } from "./theme.js";
 
 export const MOST_PICKS = 4;
+export const SIDES = [..."abcdefghijkl"]; // one letter for each run that can be shown at once
+export const MOST_RUNS = SIDES.length;
+export const MOST_SCALARS = 4;
 const TAB = "tbhooks";
 const PREFIX = "p.tbhooks.";
 
@@ -33,25 +36,40 @@ const list = (fits, most = Infinity) => ({
   write: (value) => JSON.stringify(value),
 });
 
-/** Everything the address holds. `vs` is the second run, `picks` are [path, index] of the modules in the detail panel. */
+/**
+ * Everything the address holds. `vs` is the second run and `more` are the others that are compared, `picks` are
+ * [path, index] of the modules in the detail panel, `muted` are rules whose findings are not shown.
+ */
 const FIELDS = {
+  page: oneOf("", "overview", "map"),
   run: text,
   vs: text,
+  more: list(isText, MOST_RUNS - 2),
+  against: oneOf("own", "first"),
   kind: text,
   stat: text,
   scale: oneOf("auto", "log", "linear"),
   range: oneOf("robust", "full"),
-  rows: oneOf("read", "fit"),
+  rows: oneOf("auto", "read", "fit"),
+  group: oneOf("auto", "tree", "roles"),
+  shows: oneOf("median", "least", "most"),
+  sort: oneOf("order", "value", "change", "unusual"),
+  scalars: list(isText, MOST_SCALARS),
+  strip: oneOf("open", "closed"),
+  muted: list(isText),
   search: text,
   depth: number,
   toggled: list(isText),
   from: number,
   to: number,
   picks: list((pair) => Array.isArray(pair) && pair.length === 2 && pair.every(isText), MOST_PICKS),
-  side: oneOf("a", "b"),
+  side: oneOf(...SIDES),
   step: number,
   panel: oneOf("open", "closed"),
 };
+
+/** The page a state shows: an address with a kind is that of a map, as links were before there was an overview. */
+export const pageOf = (state) => state.page || (state.kind ? "map" : "overview");
 
 export function initialState() {
   return Object.fromEntries(Object.entries(FIELDS).map(([name, field]) => [name, field.standard]));

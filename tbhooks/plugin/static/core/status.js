@@ -1,7 +1,19 @@
 /* The status line: the age of the data, and notes about problems. */
 
 import { html } from "./elements.js";
+import { siteKey } from "../map/matrix.js";
 import { freshness, runNamed } from "./runs.js";
+
+/** Runs whose modules are not those of the first: what the comparison cannot show. */
+export function strangers([first, ...others]) {
+  return others.flatMap((other) => {
+    const shared = other.sites.filter((site) => first.place.has(siteKey(site))).length;
+    const all = first.sites.length + other.sites.length - shared;
+    if (shared === all) return [];
+    if (shared === 0) return [`${other.run} and ${first.run} have no module in common: these are different models`];
+    return [`${other.run} and ${first.run} have ${shared} of ${all} modules in common`];
+  });
+}
 
 export function createStatus({ banner, status }) {
   const troubles = { server: null, gone: null, problem: null };
@@ -29,11 +41,12 @@ export function createStatus({ banner, status }) {
 
   /** Notes about the data that matter for reading the map. */
   function remarks(matrices, model) {
-    const difference = model.panes.find((pane) => pane.id === "difference");
+    const differences = model.panes.filter((pane) => pane.difference);
     return [
+      ...strangers(matrices),
       matrices.some((matrix) => matrix?.incomplete) ? "more cells hold NaN or Inf than are marked" : null,
       matrices.some((matrix) => matrix?.thinned) ? "too long to show every step" : null,
-      difference && difference.steps.length === 0 ? "the two runs have no step in common" : null,
+      ...differences.filter((pane) => pane.steps.length === 0).map((pane) => `${matrices[0].run} and ${matrices[pane.of].run} have no step in common`),
     ].filter(Boolean);
   }
 
@@ -58,7 +71,7 @@ export function createStatus({ banner, status }) {
       said = setTimeout(() => (word.textContent = ""), 4000);
     },
     show(list, choice, matrices, model) {
-      const shown = [choice.run, choice.vs].filter(Boolean).map((name) => runNamed(list, name)).filter(Boolean);
+      const shown = choice.runs.slice(0, 3).map((name) => runNamed(list, name)).filter(Boolean);
       const notes = remarks(matrices, model).map((text) => html("span", { class: "remark" }, text));
       runs.replaceChildren(...shown.map((run) => line(run, list, shown.length > 1)), ...notes);
     },

@@ -14,6 +14,7 @@ function named(kind, text, label, onClick) {
 /** @param on `{ remove(site), adding(on), open(row) }` */
 export function createCompared(container, on) {
   let about = null;
+  let shows = "median";
   let shown = "";
 
   const chip = (site) =>
@@ -31,7 +32,8 @@ export function createCompared(container, on) {
       about = null;
       on.open(row);
     });
-    const text = `${row.full} is not watched itself: its row shows the median of what is below. `;
+    const why = row.role ? "is a role" : "is not watched itself";
+    const text = `${row.full} ${why}: its row shows the ${shows} of ${row.role ? "its modules" : "what is below"}. `;
     return html("p", { class: "hint" }, text, row.open ? null : open);
   }
 
@@ -47,8 +49,8 @@ export function createCompared(container, on) {
 
   return {
     /** Shows why a row has no details, until something is chosen. */
-    explain(row) {
-      about = row;
+    explain(row, which) {
+      [about, shows] = [row, which];
     },
     show(sites, adding) {
       const names = JSON.stringify(sites);

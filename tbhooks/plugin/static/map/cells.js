@@ -3,7 +3,7 @@
  * a non-finite one always is, so that no outlier is lost by zooming out. Pure functions on arrays.
  */
 
-import { NOT_FINITE, NO_DATA } from "./colour.js";
+import { NOT_FINITE, NO_DATA, UNDEFINED } from "./colour.js";
 
 /**
  * Which steps each pixel column shows: `from[x] <= i < to[x]`; from is -1 where there is nothing.
@@ -48,7 +48,7 @@ export function condensed(codes, { from, to }, out, chosen = null) {
     let high = 0;
     for (let i = from[x]; i < to[x]; i++) {
       code = codes[i];
-      if (code > NOT_FINITE) {
+      if (code > UNDEFINED) {
         sum += code;
         seen++;
         low = Math.min(low, code);
@@ -72,8 +72,8 @@ export function condensed(codes, { from, to }, out, chosen = null) {
 /** Of two rows that share a pixel line. */
 function standsOut(one, other, level) {
   if (one === NOT_FINITE || other === NOT_FINITE) return NOT_FINITE;
-  if (one === NO_DATA) return other;
-  if (other === NO_DATA) return one;
+  if (one === NO_DATA || one === UNDEFINED) return Math.max(one, other);
+  if (other === NO_DATA || other === UNDEFINED) return one;
   return Math.abs(one - level) >= Math.abs(other - level) ? one : other;
 }
 

@@ -1,16 +1,20 @@
 /*
  * From numbers to colours: robust ranges, log and linear scales, colour-blind-safe palettes, legend ticks.
- * A number becomes a code in one byte: 0 no data, 1 not finite, 2..255 from one end of the scale to the other.
+ * A number becomes a code in one byte: 0 no data, 1 not finite, 2 undefined, 3 below the range of the colours, 4..254 from
+ * one end of the range to the other, 255 above it.
  * Pure functions, independent of the page and the canvas.
  */
 
 import { brief } from "../core/numbers.js";
-import { FROM_ZERO, isBad } from "./matrix.js";
+import { FROM_ZERO, isBad, isUndefined } from "./matrix.js";
 
 export const NO_DATA = 0;
 export const NOT_FINITE = 1;
-const LOWEST = 2;
-const LEVELS = 253;
+export const UNDEFINED = 2;
+export const BELOW = 3;
+export const ABOVE = 255;
+const LOWEST = 4;
+const LEVELS = 250;
 
 /** The Okabe-Ito palette, safe for colour-blind readers: colours of the compared modules. */
 export const PICK_COLOURS = {
@@ -23,13 +27,17 @@ const PALETTES = {
   light: {
     sequential: SEQUENTIAL,
     diverging: "053061 2166ac 67a9cf c6dfee f3f1ed fcd5a5 f0993a c45c05 7f3b08",
+    beyond: { sequential: ["19002b", "f57c00"], diverging: ["00122b", "3a1500"] },
     notSeen: "d9dce1",
+    undefined: "b4c3d9",
     notFinite: "ff2d8f",
   },
   dark: {
     sequential: SEQUENTIAL,
     diverging: "9ccbff 559fe8 3c79b8 4b637d 5b5e63 7e6349 b5732b ef9435 ffd596",
+    beyond: { sequential: ["0d0014", "ff8f1f"], diverging: ["e6f3ff", "fff6e6"] },
     notSeen: "474a4f",
+    undefined: "5c6a80",
     notFinite: "ff4da3",
   },
 };
@@ -47,27 +55,43 @@ function interpolated(anchors, t) {
 /** 256 colours, one for each code, as canvas pixels. */
 export function palette(diverging, dark) {
   const colours = PALETTES[dark ? "dark" : "light"];
-  const anchors = (diverging ? colours.diverging : colours.sequential).split(" ").map(rgb);
+  const name = diverging ? "diverging" : "sequential";
+  const anchors = colours[name].split(" ").map(rgb);
   const table = new Uint32Array(256);
   table[NO_DATA] = packed(rgb(colours.notSeen));
   table[NOT_FINITE] = packed(rgb(colours.notFinite));
+  table[UNDEFINED] = packed(rgb(colours.undefined));
+  [table[BELOW], table[ABOVE]] = colours.beyond[name].map((colour) => packed(rgb(colour)));
   for (let level = 0; level <= LEVELS; level++) table[LOWEST + level] = packed(interpolated(anchors, level / LEVELS));
   return table;
 }
 
 export const css = (pixel) => `rgb(${pixel & 255} ${(pixel >> 8) & 255} ${(pixel >> 16) & 255})`;
 
-/** Finite values out of many rows, at most about `limit` of them, evenly chosen. */
+/**
+ * Finite values out of many rows in order, at most about `limit` of them, evenly chosen; the lowest, the highest and the
+ * lowest positive one are always among them, so that the full range is the true one.
+ */
 export function sample(rows, length, limit = 200_000) {
   const stride = Math.max(1, Math.ceil((rows.length * length) / limit));
   const found = [];
-  let at = 0;
-  for (const row of rows) {
-    for (; at < length; at += stride) {
-      if (!isBad(row, at) && !Number.isNaN(row.values[at])) found.push(row.values[at]);
+  let [low, high, positive] = [Infinity, -Infinity, Infinity];
+  let next = 0;
+  for (const { values, bad } of rows) {
+    for (let at = 0; at < length; at++) {
+      const value = values[at];
+      if (value !== value || value === Infinity || value === -Infinity || (bad !== null && bad[at] !== 0)) continue;
+      if (value < low) low = value;
+      if (value > high) high = value;
+      if (value > 0 && value < positive) positive = value;
+      if (at >= next) {
+        found.push(value);
+        next += stride;
+      }
     }
-    at -= length;
+    next = Math.max(0, next - length);
   }
+  if (stride > 1) found.push(...[low, high, positive].filter(Number.isFinite));
   return Float64Array.from(found).sort();
 }
 
@@ -140,8 +164,24 @@ const SHAPES = { linear, linearAroundZero, log: logarithmic, logAroundZero: loga
 export function makeScale(sorted, { log, full, ratio = false, signed = sorted.length > 0 && sorted[0] < 0 }) {
   const name = ratio ? "ratio" : (log ? "log" : "linear") + (signed ? "AroundZero" : "");
   const shape = SHAPES[name](sorted, full);
-  const { along, from, to } = shape;
-  return { ...shape, name, place: (value) => Math.min(1, Math.max(0, (along(value) - from) / (to - from))) };
+  return { ...shape, name, beyond: beyondOf(shape, sorted), place: (value) => Math.min(1, Math.max(0, share(value, shape))) };
+}
+
+const share = (value, { along, from, to }) => (along(value) - from) / (to - from);
+const SLACK = 1e-6; // of the range: rounding puts the ends themselves no further
+
+/** The lowest and highest value if the colours do not reach it, else null. */
+function beyondOf(shape, sorted) {
+  const usable = shape.along === Math.log10 ? sorted.filter((value) => value > 0 && value < FROM_ZERO) : sorted;
+  if (usable.length === 0) return { low: null, high: null };
+  const [low, high] = [usable[0], usable[usable.length - 1]];
+  return { low: share(low, shape) < -SLACK ? low : null, high: share(high, shape) > 1 + SLACK ? high : null };
+}
+
+/** -1 if a value is below the range of the colours, 1 if it is above, else 0. Zero has no place on a log scale: 0. */
+export function sideOf(value, scale) {
+  const at = share(value, scale);
+  return at > 1 + SLACK ? 1 : at < -SLACK && at !== -Infinity ? -1 : 0;
 }
 
 /** The codes of the first `length` cells of a row. */
@@ -150,7 +190,8 @@ export function codesOf(row, length, scale) {
   for (let i = 0; i < length; i++) {
     const value = row.values[i];
     if (isBad(row, i)) codes[i] = NOT_FINITE;
-    else if (value === value) codes[i] = LOWEST + Math.round(LEVELS * scale.place(value));
+    else if (isUndefined(row, i)) codes[i] = UNDEFINED;
+    else if (value === value) codes[i] = [BELOW, LOWEST + Math.round(LEVELS * scale.place(value)), ABOVE][1 + sideOf(value, scale)];
   }
   return codes;
 }
@@ -175,12 +216,15 @@ function roundValues(scale) {
 
 /** Ticks of a legend, the most important first: `{ at: 0..1, text }`. */
 export function legendTicks(scale) {
-  const text = scale.name === "ratio" ? ratioWords : tickWords;
+  const text = (value) => legendWords(scale, value);
   const tick = (value) => ({ at: scale.place(value), text: text(value) });
   const last = { at: 1, text: text(scale.back(scale.to)) };
   const first = { at: 0, text: text(scale.back(scale.from)) };
   return [first, last, ...roundValues(scale).map(tick)];
 }
+
+/** A value as the legend writes it. */
+export const legendWords = (scale, value) => (scale.name === "ratio" ? ratioWords : tickWords)(value);
 
 /** Whether a stat is usually shown on a log scale; fractions and counts of NaN are not. */
 export const usuallyLog = (stat) => !/fraction|^nan_count$|^inf_count$|^count$/.test(stat);

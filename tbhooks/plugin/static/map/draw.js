@@ -1,41 +1,21 @@
 /*
- * Draws the heat map on a canvas context: cells, labels, step axis, marks, legend. Used by the page and the saved image.
- * Takes a geometry (positions) and a model (contents); caches only widths of text.
+ * Draws the heat map on a canvas context: cells, labels, step axis, marks. Used by the page and the saved image.
+ * Takes a geometry (positions) and a model (contents); caches only shortened names.
  */
 
 import { paintCells, columnsOf } from "./cells.js";
-import { NOT_FINITE, NO_DATA, codeAt, css, legendTicks } from "./colour.js";
+import { distinct, elide } from "./labels.js";
 import { shortStep } from "../core/numbers.js";
+import { drawStrip } from "./strip.js";
 import { stepTicks } from "./view.js";
 
 export const FONT = 'Roboto, "Helvetica Neue", "Segoe UI", Arial, sans-serif';
 const LABEL_SIZE = 12;
 const INDENT = 13;
 const CHEVRON = 16;
+const HIGH_ENOUGH = 13; // pixels a row needs for its name
+export const SPARK = 46;
 const MARK = { error: "bad", warning: "warn", info: "soft" };
-
-const elided = new Map();
-
-/** Text shortened in the middle; names differ at both ends. */
-export function elide(context, text, room) {
-  const known = `${context.font}|${Math.round(room)}|${text}`;
-  let short = elided.get(known);
-  if (short !== undefined) return short;
-  short = text;
-  if (context.measureText(text).width > room) {
-    let [low, high] = [0, text.length];
-    const cut = (kept) => `${text.slice(0, Math.ceil(kept / 2))}\u2026${text.slice(text.length - Math.floor(kept / 2))}`;
-    while (low < high) {
-      const middle = (low + high + 1) >> 1;
-      if (context.measureText(cut(middle)).width <= room) low = middle;
-      else high = middle - 1;
-    }
-    short = cut(low);
-  }
-  if (elided.size > 5000) elided.clear();
-  elided.set(known, short);
-  return short;
-}
 
 /** The first visible row, and one past the last. */
 export function rowsInSight(g, count) {
@@ -86,8 +66,59 @@ function labelMiddle(g, row) {
   return g.rowHeight < 13 ? Math.max(middle, g.top + 7) : middle;
 }
 
-function drawLabel(context, g, model, row, theme) {
-  const { label, depth, group, open, key, site } = model.rows[row];
+/** The room of a name: what is left of the column beside chevron, sparkline and the dot of a chosen module. */
+const roomOf = (g, depth) => g.labels - g.left - depth * INDENT - CHEVRON - 10 - (g.spark ? SPARK : 0);
+
+const shortNames = new WeakMap();
+
+/** The text of every row, shortened where it must be; different names on one level stay different. */
+function textsOf(context, g, rows) {
+  const known = shortNames.get(rows);
+  if (known?.width === g.labels && known.spark === g.spark) return known.texts;
+  const levels = new Map();
+  for (const row of rows) levels.set(row.depth, [...(levels.get(row.depth) ?? []), row.label]);
+  context.font = `${LABEL_SIZE}px ${FONT}`;
+  const short = new Map();
+  for (const [depth, names] of levels) short.set(depth, distinct(names, (text) => context.measureText(text).width <= roomOf(g, depth)));
+  const texts = rows.map((row) => short.get(row.depth).get(row.label));
+  shortNames.set(rows, { width: g.labels, spark: g.spark, texts });
+  return texts;
+}
+
+/** The course of a row over the shown steps on a scale of its own: what a shared colour scale hides. */
+function drawSpark(context, g, model, row, theme) {
+  const pane = model.panes[0];
+  const numbers = pane?.numbers(model.rows[row]);
+  if (!numbers) return;
+  const columns = columnsOf(pane.edges, model.view, SPARK - 10, Infinity);
+  const points = [];
+  for (let x = 0; x < columns.from.length; x++) {
+    const value = columns.from[x] < 0 ? NaN : numbers.values[columns.to[x] - 1];
+    points.push(Number.isFinite(value) ? value : NaN);
+  }
+  const known = points.filter((value) => !Number.isNaN(value));
+  const [low, high] = [Math.min(...known), Math.max(...known)];
+  const height = Math.min(12, g.rowHeight - 5);
+  const top = rowTop(g, row) + (g.rowHeight - height) / 2;
+  context.beginPath();
+  let open = false;
+  points.forEach((value, x) => {
+    if (Number.isNaN(value)) {
+      open = false;
+      return;
+    }
+    const at = [g.labels - SPARK + x, top + (high > low ? (1 - (value - low) / (high - low)) * height : height / 2)];
+    if (open) context.lineTo(...at);
+    else context.moveTo(...at);
+    open = true;
+  });
+  context.lineWidth = 1;
+  context.strokeStyle = theme.soft;
+  context.stroke();
+}
+
+function drawLabel(context, g, model, row, theme, text) {
+  const { depth, group, open, key, site, tag } = model.rows[row];
   const y = labelMiddle(g, row);
   const x = g.left + depth * INDENT;
   const colour = model.picks.get(key);
@@ -97,13 +128,19 @@ function drawLabel(context, g, model, row, theme) {
   }
   context.fillStyle = site ? theme.ink : theme.soft;
   context.font = `${colour ? 600 : 400} ${LABEL_SIZE}px ${FONT}`;
-  const start = x + CHEVRON;
-  const room = g.labels - start - (colour ? 24 : 10);
-  context.fillText(elide(context, label, room), start, y + 0.5);
+  context.fillText(text, x + CHEVRON, y + 0.5);
+  if (g.spark && !tag) drawSpark(context, g, model, row, theme);
+  if (tag) {
+    context.font = `11px ${FONT}`;
+    context.textAlign = "right";
+    context.fillStyle = theme.soft;
+    context.fillText(tag, g.labels - 8, y + 0.5);
+    context.textAlign = "left";
+  }
   if (!colour) return;
   context.fillStyle = colour;
   context.beginPath();
-  context.arc(g.labels - 12, y, 4.5, 0, 2 * Math.PI);
+  context.arc(x + (group ? 16 : 8) - (group ? 4 : 0), y, 4, 0, 2 * Math.PI);
   context.fill();
 }
 
@@ -112,7 +149,8 @@ function drawLabels(context, g, model, theme) {
   const [first, last] = rowsInSight(g, model.rows.length);
   const order = [];
   for (let row = first; row < last; row++) order.push(row);
-  const dense = g.rowHeight < 13;
+  const dense = g.rowHeight < HIGH_ENOUGH;
+  const texts = textsOf(context, g, model.rows);
   if (dense) {
     const rank = (row) => (model.picks.has(model.rows[row].key) ? -1 : model.rows[row].depth + (model.rows[row].group ? 0 : 0.5));
     order.sort((one, other) => rank(one) - rank(other) || one - other);
@@ -131,7 +169,7 @@ function drawLabels(context, g, model, theme) {
       if (span.includes(1)) continue;
       span.fill(1);
     }
-    drawLabel(context, g, model, row, theme);
+    drawLabel(context, g, model, row, theme, texts[row]);
   }
   context.restore();
 }
@@ -168,6 +206,7 @@ export function drawBase(context, g, model, theme) {
   drawCells(context, g, model);
   context.setTransform(g.dpr, 0, 0, g.dpr, 0, 0);
   drawLabels(context, g, model, theme);
+  drawStrip(context, g, model, theme);
   g.panes.forEach((pane, p) => drawAxis(context, g, model, pane, theme, model.panes.length > 1 ? model.panes[p].title : null));
   context.font = `11px ${FONT}`;
   context.fillStyle = theme.soft;
@@ -191,8 +230,14 @@ function drawMarks(context, g, model, theme) {
     if (x < pane.x - 1 || x > pane.x + pane.width + 1) continue;
     const inside = mark.row >= 0;
     const y = inside ? rowTop(g, mark.row) + g.rowHeight / 2 : g.top - 3;
-    if (inside && (y < g.top || y > g.height)) continue;
     const size = inside ? Math.min(6, Math.max(3.5, g.rowHeight / 3)) : 3.5;
+    if (model.strip) {
+      context.globalAlpha = 0.55;
+      context.fillStyle = theme[MARK[mark.severity] ?? "soft"];
+      context.fillRect(Math.round(x), g.strip.top, 1, g.strip.height);
+      context.globalAlpha = 1;
+    }
+    if (inside && (y < g.top || y > g.height)) continue;
     context.beginPath();
     [[0, -size], [size, 0], [0, size], [-size, 0]].forEach(([dx, dy]) => context.lineTo(x + dx, y + dy));
     context.closePath();
@@ -219,7 +264,7 @@ export function drawOverlay(context, g, model, theme, hover) {
   context.clearRect(0, 0, g.width, g.height);
   context.save();
   context.beginPath();
-  context.rect(0, g.top - 8, g.width, g.height);
+  context.rect(0, (g.strip?.top ?? g.top) - 8, g.width, g.height);
   context.clip();
   drawMarks(context, g, model, theme);
   context.beginPath();
@@ -232,58 +277,4 @@ export function drawOverlay(context, g, model, theme, hover) {
   }
   if (model.cursor && model.cursor.row >= 0) outline(context, cellBox(g, model, model.cursor), theme.accent, theme.paper, 2);
   context.restore();
-}
-
-/** A colour bar with numbers below it, and what the two colours outside the scale mean. */
-export function drawLegend(context, { x, y, width, title }, pane, theme) {
-  context.textBaseline = "alphabetic";
-  context.font = `11px ${FONT}`;
-  context.textAlign = "left";
-  context.fillStyle = theme.soft;
-  context.fillText(elide(context, title, width), x, y + 10);
-  for (let i = 0; i < width; i++) {
-    context.fillStyle = css(pane.table[codeAt(i / (width - 1))]);
-    context.fillRect(x + i, y + 15, 1.5, 10);
-  }
-  const taken = [];
-  for (const { at, text } of legendTicks(pane.scale)) {
-    const half = context.measureText(text).width / 2;
-    const middle = Math.min(Math.max(x + at * width, x + half), x + width - half);
-    if (taken.some(([low, high]) => middle + half + 12 > low && middle - half - 12 < high)) continue;
-    taken.push([middle - half, middle + half]);
-    context.fillStyle = theme.line;
-    context.fillRect(x + Math.min(at * width, width - 1), y + 25, 1, 3);
-    context.fillStyle = theme.ink;
-    context.textAlign = "center";
-    context.fillText(text, middle, y + 38);
-  }
-}
-
-/** The keys of the two colours outside the scale; returns the used width. */
-export function drawKeys(context, { x, y }, table, theme) {
-  context.textBaseline = "middle";
-  context.textAlign = "left";
-  context.font = `11px ${FONT}`;
-  [["NaN or Inf", NOT_FINITE], ["no data", NO_DATA]].forEach(([text, code], i) => {
-    const top = y + 18 * i;
-    context.fillStyle = css(table[code]);
-    context.fillRect(x, top, 12, 12);
-    if (code === NOT_FINITE) {
-      context.save();
-      context.beginPath();
-      context.rect(x, top, 12, 12);
-      context.clip();
-      context.lineWidth = 1.5;
-      context.strokeStyle = "#000";
-      for (const d of [0, 6, 12, 18]) {
-        context.beginPath();
-        context.moveTo(x + d, top);
-        context.lineTo(x + d - 12, top + 12);
-        context.stroke();
-      }
-      context.restore();
-    }
-    context.fillStyle = theme.ink;
-    context.fillText(text, x + 18, top + 6.5);
-  });
 }

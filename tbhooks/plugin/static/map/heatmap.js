@@ -4,12 +4,13 @@
  */
 
 import { columnsOf, condensed } from "./cells.js";
-import { drawBase, drawOverlay, FONT, stepX, xStep } from "./draw.js";
+import { drawBase, drawOverlay, FONT, SPARK, stepX, xStep } from "./draw.js";
 import { attachKeys } from "./keys.js";
 import { nearestStep } from "./matrix.js";
 import { html } from "../core/elements.js";
 import { attachPointer } from "./pointer.js";
 import { themeColours } from "../core/theme.js";
+import { STRIP_HEIGHT } from "./strip.js";
 import { createTip } from "./tip.js";
 
 const HELP =
@@ -20,6 +21,7 @@ const TITLE = 20;
 const BETWEEN = 18;
 const RIGHT = 12;
 const TALLEST = 30;
+const COMFORTABLE = 22;
 const NEAR = 6;
 
 /** Width of the column of names: what they need, within limits. */
@@ -27,7 +29,7 @@ function labelWidth(context, rows, width) {
   context.font = `12px ${FONT}`;
   let widest = 60;
   for (const row of rows) widest = Math.max(widest, context.measureText(row.label).width + row.depth * 13);
-  return Math.round(Math.min(widest + 48, Math.max(120, Math.min(320, width * 0.28))));
+  return Math.round(Math.min(widest + 36 + SPARK, Math.max(130, Math.min(420, width * 0.34))));
 }
 
 function rowHeight(room, count, fit) {
@@ -38,12 +40,16 @@ function rowHeight(room, count, fit) {
 /** The positions of all parts. */
 export function layout({ width, height, dpr, labels, model, scroll }) {
   const count = model.panes.length;
-  const top = TOP + (count > 1 ? TITLE : 0);
-  const room = width - labels - RIGHT - BETWEEN * (count - 1);
+  const title = count > 1 ? TITLE : 0;
+  const strip = model.strip ? { top: title + 4, height: STRIP_HEIGHT } : null;
+  const top = TOP + title + (strip ? STRIP_HEIGHT : 0);
+  const between = count > 4 ? 6 : BETWEEN;
+  const room = width - labels - RIGHT - between * (count - 1);
   const each = Math.max(10, Math.floor(room / Math.max(1, count)));
-  const panes = model.panes.map((_, p) => ({ x: labels + p * (each + BETWEEN), width: each }));
+  const panes = model.panes.map((_, p) => ({ x: labels + p * (each + between), width: each }));
   const high = rowHeight(height - top - 4, model.rows.length, model.fit);
-  return { width, height, dpr, labels, top, left: 6, panes, scroll, rowHeight: high };
+  const spark = high >= 13 && labels >= 150;
+  return { width, height, dpr, labels, top, left: 6, panes, scroll, rowHeight: high, strip, spark, font: FONT };
 }
 
 /**
@@ -127,10 +133,10 @@ export function createHeatmap(container, on) {
     return chosen[at];
   }
 
-  /** Findings of other kinds, which are marked on the step axis. */
-  function marksAt(pane, x) {
+  /** Findings that are marked on the step axis, where those of other kinds are, or in the strip, which has all. */
+  function marksAt(pane, x, inStrip) {
     const away = (mark) => Math.abs(stepX(g.panes[pane], model.view, mark.step) - x);
-    return model.marks.filter((mark) => mark.row < 0 && mark.pane === pane && away(mark) < NEAR);
+    return model.marks.filter((mark) => (inStrip || mark.row < 0) && mark.pane === pane && away(mark) < NEAR);
   }
 
   /** What is at a position of the map. */
@@ -138,7 +144,8 @@ export function createHeatmap(container, on) {
     if (!g || !model) return null;
     const pane = g.panes.findIndex((each) => x >= each.x && x < each.x + each.width);
     const position = pane < 0 ? NaN : xStep(g.panes[pane], model.view, x);
-    if (y < g.top) return { area: "axis", row: -1, pane, index: -1, position, marks: marksAt(pane, x) };
+    const inStrip = g.strip !== null && y >= g.strip.top && y < g.strip.top + g.strip.height;
+    if (y < g.top) return { area: "axis", row: -1, pane, index: -1, position, inStrip: inStrip && pane >= 0, marks: marksAt(pane, x, inStrip) };
     const row = Math.floor((y - g.top + g.scroll) / g.rowHeight);
     if (row >= model.rows.length) return null;
     if (x < g.labels) return { area: "label", row, pane: -1, index: -1, position };
@@ -147,7 +154,7 @@ export function createHeatmap(container, on) {
   }
 
   function point(found, x, y) {
-    hover = found && (found.row >= 0 || found.marks.length) ? found : null;
+    hover = found && (found.row >= 0 || found.inStrip || found.marks.length) ? found : null;
     if (hover) tip.show(on.describe(hover), x, y, container.getBoundingClientRect());
     else tip.hide();
     schedule(false);
@@ -183,6 +190,7 @@ export function createHeatmap(container, on) {
 
   return {
     update(next) {
+      if (model && next.rows !== model.rows) this.hideTip(); // what it described may be elsewhere, or gone
       model = next;
       schedule(true);
     },
@@ -194,7 +202,13 @@ export function createHeatmap(container, on) {
       if (found) reveal(found.row, true);
       schedule(true);
     },
-    hideTip: () => tip.hide(),
+    hideTip() {
+      hover = null;
+      tip.hide();
+    },
+    /** The height that all rows need, each high enough for its name. */
+    wantedFor: (next) => layout({ width: 900, height: 0, dpr: 1, labels: 200, model: next, scroll: 0 }).top + COMFORTABLE * next.rows.length + 8,
+    focus: () => stage.focus(),
     redraw: () => schedule(true),
     geometry: () => g,
     scrollToTop: () => (scroller.scrollTop = 0),

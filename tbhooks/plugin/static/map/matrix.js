@@ -1,17 +1,20 @@
 /*
  * One stat of one kind of one run, one row per site, growing with the run. Also medians and differences of rows.
- * A row is `{ values, bad }`: NaN where the site has no data, `bad` (or null) 1 where the tensor held NaN or Inf.
+ * A row is `{ values, bad }`: NaN where the site has no data; `bad` (or null) is 1 where the tensor held NaN or Inf, and 2
+ * where the stat is undefined, as the ratio of an update to a weight that is still zero.
  * Independent of colours and the page.
  */
 
 export const siteKey = (site) => `${site.path}\u0000${site.index}`;
+
+let births = 0;
 
 /** An empty matrix for these sites; fill it with `append`. `shown`: the same sites in display order. */
 export function createMatrix({ run, kind, stat }, sites, shown = sites) {
   const place = new Map(sites.map((site, row) => [siteKey(site), row]));
   const rows = sites.map(() => ({ values: new Float32Array(0), bad: null }));
   const empty = { steps: [], edges: [], version: 0, incomplete: false, thinned: false };
-  return { run, kind, stat, sites, shown, place, rows, ...empty };
+  return { run, kind, stat, sites, shown, place, rows, born: births++, ...empty };
 }
 
 /** These sites in the order of others; sites that are not among those come last. */
@@ -51,12 +54,16 @@ export function append(matrix, { header, values }) {
     const into = matrix.rows[site].values;
     for (let i = 0, at = skipped * width + site; i < added; i++, at += width) into[start + i] = values[at];
   }
-  for (const [step, site] of header.nonfinite ?? []) {
-    if (step < skipped) continue;
-    const row = matrix.rows[site];
-    row.bad ??= new Uint8Array(row.values.length);
-    row.bad[start + step - skipped] = 1;
-  }
+  const flag = (pairs, as) => {
+    for (const [step, site] of pairs ?? []) {
+      if (step < skipped) continue;
+      const row = matrix.rows[site];
+      row.bad ??= new Uint8Array(row.values.length);
+      row.bad[start + step - skipped] = as;
+    }
+  };
+  flag(header.undefined, 2);
+  flag(header.nonfinite, 1);
   matrix.steps = matrix.steps.concat(header.steps.slice(skipped));
   matrix.edges = cellEdges(matrix.steps);
   matrix.incomplete ||= Boolean(header.nonfinite_more);
@@ -95,22 +102,33 @@ export function nearestStep(steps, position) {
   return low > 0 && position - steps[low - 1] <= steps[low] - position ? low - 1 : high < 0 ? -1 : low;
 }
 
-export const isBad = (row, i) => (row.bad !== null && row.bad[i] === 1) || Math.abs(row.values[i]) === Infinity;
+export const isUndefined = (row, i) => row.bad !== null && row.bad[i] === 2;
+export const isBad = (row, i) => (row.bad !== null && row.bad[i] === 1) || (Math.abs(row.values[i]) === Infinity && !isUndefined(row, i));
 
-/** The median over several rows per step, of finite values; bad where any row is. */
-export function medianRow(rows, length) {
+const PICK = {
+  median: (sorted) => {
+    const half = sorted.length >> 1;
+    return sorted.length % 2 ? sorted[half] : (sorted[half - 1] + sorted[half]) / 2;
+  },
+  least: (sorted) => sorted[0],
+  most: (sorted) => sorted[sorted.length - 1],
+};
+
+/** The median, least or most over several rows per step, of finite values; bad where any row is, undefined where all are. */
+export function combinedRow(rows, length, which) {
   const values = new Float32Array(length).fill(NaN);
   const bad = new Uint8Array(length);
   const column = new Float32Array(rows.length);
   for (let i = 0; i < length; i++) {
     let seen = 0;
+    let undefinedOnes = 0;
     for (const row of rows) {
       if (isBad(row, i)) bad[i] = 1;
-      if (Number.isFinite(row.values[i])) column[seen++] = row.values[i];
+      if (isUndefined(row, i)) undefinedOnes++;
+      else if (Number.isFinite(row.values[i])) column[seen++] = row.values[i];
     }
-    if (seen === 0) continue;
-    const sorted = column.subarray(0, seen).sort();
-    values[i] = seen % 2 ? sorted[seen >> 1] : (sorted[seen / 2 - 1] + sorted[seen / 2]) / 2;
+    if (seen > 0) values[i] = PICK[which](column.subarray(0, seen).sort());
+    else if (undefinedOnes > 0 && bad[i] === 0) bad[i] = 2;
   }
   return { values, bad };
 }
@@ -143,7 +161,7 @@ export function differenceRow(a, b, pairs, ratio) {
   const values = new Float32Array(pairs.length);
   const bad = new Uint8Array(pairs.length);
   pairs.forEach(([i, j], k) => {
-    bad[k] = isBad(a, i) || isBad(b, j) ? 1 : 0;
+    bad[k] = isBad(a, i) || isBad(b, j) ? 1 : isUndefined(a, i) || isUndefined(b, j) ? 2 : 0;
     const [from, to] = [a.values[i], b.values[j]];
     values[k] = ratio ? ratioOf(from, to) : to - from;
   });

@@ -1,47 +1,51 @@
 /*
- * The maps side by side: one run, or two on a shared scale with their difference. Gives each row of the tree its numbers
- * and its colours, computed on first use and cached until data or scale change.
+ * The maps side by side: one run, two on a shared scale with their difference, or up to twelve, as they are or as ratios
+ * to the first. Gives each row of the tree its numbers and its colours, computed on first use and cached until data or
+ * scale change.
  */
 
-import { codesOf, makeScale, palette, sample } from "./colour.js";
+import { codesOf, legendWords, makeScale, palette, sample, sideOf } from "./colour.js";
 import { brief } from "../core/numbers.js";
-import { cellEdges, commonSteps, differenceRow, FROM_ZERO, isBad, medianRow, siteKey } from "./matrix.js";
+import { SIDES } from "../core/state.js";
+import { cellEdges, combinedRow, commonSteps, differenceRow, FROM_ZERO, isBad, isUndefined, siteKey } from "./matrix.js";
 import { sitesBelow } from "./tree.js";
 
-/** Where a row's numbers come from in a matrix: `{ kind: "own" | "median" | "none", rows }`. */
+/** Where a row's numbers come from in a matrix: `{ kind: "own" | "group", rows }`. */
 function originOf(matrix, row) {
   const own = row.site ? matrix.place.get(siteKey(row.site)) : undefined;
   if (own !== undefined) return { kind: "own", rows: [matrix.rows[own]] };
-  if (!row.group || row.open) return { kind: "none", rows: [] };
+  if (!row.group) return { kind: "own", rows: [] };
   const below = sitesBelow(row.node).map((site) => matrix.place.get(siteKey(site)));
-  return { kind: "median", rows: below.filter((place) => place !== undefined).map((place) => matrix.rows[place]) };
+  return { kind: "group", rows: below.filter((place) => place !== undefined).map((place) => matrix.rows[place]) };
 }
 
-function numbersOf(matrix, row) {
+function numbersOf(matrix, row, shows) {
   const { kind, rows } = originOf(matrix, row);
   if (rows.length === 0) return null;
-  return kind === "own" ? rows[0] : medianRow(rows, matrix.steps.length);
+  return kind === "own" ? rows[0] : combinedRow(rows, matrix.steps.length, shows);
 }
 
 /** Describes a cell of this row; empty for a module's own value. */
-export function originWords(matrix, row) {
+export function originWords(matrix, row, shows) {
   const { kind, rows } = originOf(matrix, row);
-  if (kind !== "median") return "";
-  return rows.length ? `median of the ${rows.length} below; not watched itself` : "nothing below it in this run";
+  if (kind !== "group") return "";
+  const why = row.role ? "" : "; not watched itself";
+  return rows.length ? `${shows} of the ${rows.length} ${row.role ? "modules of this role" : "below"}${why}` : "nothing below it in this run";
 }
 
-/** Caches the results of a function by row of the tree. */
+/** Caches the results of a function by row. */
 function remembered(make) {
   const known = new Map();
   return (row) => {
-    const key = `${row.key}\u0000${row.group && !row.open}`;
+    const key = `${row.key}\u0000${row.group}`;
     if (!known.has(key)) known.set(key, make(row));
     return known.get(key);
   };
 }
 
-function paneOf(id, title, steps, edges, scale, numbers, rows) {
+function paneOf(id, title, matrix, scale, numbers, rows) {
   const source = remembered(numbers);
+  const { steps, edges } = matrix;
   const codes = remembered((row) => {
     const found = source(row);
     return found && codesOf(found, steps.length, scale);
@@ -58,39 +62,48 @@ function sharedRows(a, b, pairs, ratio) {
   return chosen.map((site) => differenceRow(rowIn(a, site), rowIn(b, site), pairs, ratio));
 }
 
-function differencePane(a, b, shared, options, rows) {
-  const { steps, pairs } = commonSteps(a.steps, b.steps);
+const united = (lists) => (lists.length === 1 ? lists[0] : Float64Array.from(lists.flatMap((list) => [...list])).sort());
+
+/** Maps of the others against the first, on a scale of their own. */
+function differences(matrices, shared, options, rows) {
+  const [a, ...others] = matrices;
   const ratio = options.log && !shared.diverging;
-  const scale = makeScale(sample(sharedRows(a, b, pairs, ratio), pairs.length), { ...options, ratio, signed: true });
-  const numbers = (row) => {
-    const [from, to] = [numbersOf(a, row), numbersOf(b, row)];
-    return from && to && differenceRow(from, to, pairs, ratio);
-  };
-  const title = `${b.run} ${ratio ? "\u00f7" : "\u2212"} ${a.run}`;
-  return { ...paneOf("difference", title, steps, cellEdges(steps), scale, numbers, rows), ratio, pairs };
+  const common = others.map((b) => commonSteps(a.steps, b.steps));
+  const samples = others.map((b, i) => sample(sharedRows(a, b, common[i].pairs, ratio), common[i].pairs.length, 200_000 / others.length));
+  const scale = makeScale(united(samples), { ...options, ratio, signed: true });
+  return others.map((b, i) => {
+    const { steps, pairs } = common[i];
+    const numbers = (row) => {
+      const [from, to] = [a, b].map((matrix) => numbersOf(matrix, row, options.shows));
+      return from && to && differenceRow(from, to, pairs, ratio);
+    };
+    const title = `${b.run} ${ratio ? "\u00f7" : "\u2212"} ${a.run}`;
+    const pane = paneOf(others.length === 1 ? "difference" : `difference-${SIDES[i + 1]}`, title, { steps, edges: cellEdges(steps) }, scale, numbers, rows);
+    return { ...pane, of: i + 1, difference: true, ratio, pairs };
+  });
 }
 
-function build(a, b, options, rows) {
-  const parts = [a, b].filter(Boolean);
-  const numbers = parts.map((matrix) => sample(matrix.rows, matrix.steps.length, 200_000 / parts.length));
-  const all = numbers.length === 1 ? numbers[0] : Float64Array.from([...numbers[0], ...numbers[1]]).sort();
-  const scale = makeScale(all, options);
-  const panes = parts.map((matrix, i) =>
-    paneOf(i ? "b" : "a", matrix.run, matrix.steps, matrix.edges, scale, (row) => numbersOf(matrix, row), rows),
-  );
-  if (b) panes.push(differencePane(a, b, scale, options, rows));
-  return panes;
+function build(matrices, options, rows) {
+  const samples = matrices.map((matrix) => sample(matrix.rows, matrix.steps.length, 200_000 / matrices.length));
+  const scale = makeScale(united(samples), options);
+  const own = matrices.map((matrix, i) => ({
+    ...paneOf(SIDES[i], matrix.run, matrix, scale, (row) => numbersOf(matrix, row, options.shows), rows),
+    of: i,
+  }));
+  if (matrices.length === 2) return [...own, ...differences(matrices, scale, options, rows)];
+  if (matrices.length > 2 && options.against) return [own[0], ...differences(matrices, scale, options, rows)];
+  return own;
 }
 
 /** Panes that are rebuilt only when their inputs have changed. */
 export function createPanes() {
   let known = { key: null, panes: [] };
   let shown = [];
-  return ({ a, b, rows, log, full, dark }) => {
+  return ({ matrices, rows, log, full, dark, shows, against }) => {
     shown = rows;
-    const key = [a, a?.version, b, b?.version, log, full];
-    if (known.key === null || key.some((part, i) => part !== known.key[i])) {
-      known = { key, panes: a ? build(a, b, { log, full }, () => shown) : [] };
+    const key = JSON.stringify([matrices.map(({ run, kind, stat, version, born }) => [run, kind, stat, version, born]), log, full, shows, against]);
+    if (known.key !== key) {
+      known = { key, panes: matrices.length ? build(matrices, { log, full, shows, against }, () => shown) : [] };
     }
     for (const pane of known.panes) pane.table = palette(pane.scale.diverging, dark);
     return known.panes;
@@ -100,6 +113,7 @@ export function createPanes() {
 const amount = (numbers, index) => {
   if (!numbers || index < 0) return "no value";
   const value = numbers.values[index];
+  if (isUndefined(numbers, index)) return "undefined";
   if (isBad(numbers, index)) return Number.isNaN(value) ? "NaN" : brief(value);
   return Number.isNaN(value) ? "no data in this step" : brief(value);
 };
@@ -109,23 +123,35 @@ function changeWords(value, ratio) {
   return value === FROM_ZERO ? "from nothing" : `\u00d7${brief(value)}`;
 }
 
+/** Notes on a value that its colour alone does not tell. */
+function notes(pane, numbers, index) {
+  if (!numbers) return [];
+  if (isUndefined(numbers, index)) return [{ text: "no reference yet: the weight was zero before this update", tone: "soft" }];
+  if (numbers.bad?.[index] === 1) return [{ text: "holds NaN or Inf", tone: "bad" }];
+  const side = Number.isFinite(numbers.values[index]) ? sideOf(numbers.values[index], pane.scale) : 0;
+  if (side === 0) return [];
+  const end = legendWords(pane.scale, pane.scale.back(side > 0 ? pane.scale.to : pane.scale.from));
+  return [{ text: `${side > 0 ? "above" : "below"} the range of the colours, which ends at ${end}`, tone: "soft" }];
+}
+
 /** A cell as text: its value and notes on it. */
-export function cellLines(panes, matrices, row, hit, what) {
+export function cellLines(panes, matrices, row, hit, what, shows) {
   const pane = panes[hit.pane];
   const numbers = pane.numbers(row);
   const step = pane.steps[hit.index];
   const lines = [{ text: `step ${step}` }];
-  if (pane.id === "difference") {
+  if (pane.difference) {
     const [i, j] = pane.pairs[hit.index];
-    const [from, to] = [amount(panes[0].numbers(row), i), amount(panes[1].numbers(row), j)];
-    lines.push({ text: `${what}: ${from} \u2192 ${to}` });
+    const ofRun = (at, index) => amount(numbersOf(matrices[at], row, shows), index);
+    lines.push({ text: `${what}: ${ofRun(0, i)} \u2192 ${ofRun(pane.of, j)}` });
     const value = numbers?.values[hit.index];
     if (numbers && !Number.isNaN(value)) lines.push({ text: changeWords(value, pane.ratio), tone: "value" });
   } else {
     lines.push({ text: `${what} ${amount(numbers, hit.index)}`, tone: "value" });
   }
-  if (numbers?.bad?.[hit.index]) lines.push({ text: "holds NaN or Inf", tone: "bad" });
-  const origin = originWords(matrices[pane.id === "b" ? 1 : 0], row);
+  lines.push(...notes(pane, numbers, hit.index));
+  if (row.note) lines.push({ text: row.note, tone: "soft" });
+  const origin = originWords(matrices[pane.of], row, shows);
   if (origin) lines.push({ text: origin, tone: "soft" });
   return lines;
 }

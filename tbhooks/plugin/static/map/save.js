@@ -1,12 +1,15 @@
 /* Exports the view: an image with title, axes and legend, or the shown numbers as CSV. */
 
-import { drawBase, drawKeys, drawLegend, drawOverlay, elide, FONT } from "./draw.js";
+import { drawBase, drawOverlay, FONT } from "./draw.js";
+import { elide } from "./labels.js";
+import { drawKeys, drawLegend } from "./legend.js";
 import { html } from "../core/elements.js";
 
 const MARGIN = 20;
 const HEAD = 34;
 const FOOT = 62;
 const DENSITY = 2;
+const HIGHEST = 16_000; // pixels: what every browser can draw
 
 /** The shortest text that parses to this float32. */
 export function shortest(value) {
@@ -58,15 +61,15 @@ function download(blob, name) {
 const fileName = (parts, ending) => `${parts.filter(Boolean).join("-").replace(/[^\w.-]+/g, "_").slice(0, 120)}.${ending}`;
 
 export function saveCsv(shown) {
-  const runs = shown.panes.filter((pane) => pane.id !== "difference").map((pane) => pane.title);
+  const runs = shown.panes.filter((pane) => !pane.difference).map((pane) => pane.title);
   download(new Blob([csvText(shown)], { type: "text/csv" }), fileName(["tbhooks", ...runs, shown.kind, shown.stat], "csv"));
 }
 
 /** Draws the maps on a context whose own axes are moved: they set their transform themselves, hence a canvas between. */
-function mapPicture(g, model, theme) {
-  const canvas = html("canvas", { width: Math.round(g.width * DENSITY), height: Math.round(g.height * DENSITY) });
+function mapPicture(g, model, theme, density) {
+  const canvas = html("canvas", { width: Math.round(g.width * density), height: Math.round(g.height * density) });
   const over = html("canvas", { width: canvas.width, height: canvas.height });
-  const dense = { ...g, dpr: DENSITY };
+  const dense = { ...g, dpr: density };
   drawBase(canvas.getContext("2d"), dense, model, theme);
   drawOverlay(over.getContext("2d"), dense, { ...model, cursor: null }, theme, null);
   canvas.getContext("2d").setTransform(1, 0, 0, 1, 0, 0);
@@ -74,33 +77,39 @@ function mapPicture(g, model, theme) {
   return canvas;
 }
 
-/** An image of the view, without the empty space below the last row. */
-export function picture({ geometry, model, theme, title, legends }) {
-  const end = geometry.top + model.rows.length * geometry.rowHeight - geometry.scroll;
-  const g = { ...geometry, height: Math.ceil(Math.min(geometry.height, end + 1)) };
+/** The positions of all rows, also of those that are scrolled out of sight; lower rows if they would be too many pixels. */
+export function wholeGeometry(geometry, count) {
+  const rowHeight = Math.min(geometry.rowHeight, Math.max(1, (HIGHEST - 400) / Math.max(1, count)));
+  const height = Math.ceil(geometry.top + count * rowHeight + 1);
+  return { g: { ...geometry, scroll: 0, rowHeight, height, spark: geometry.spark && rowHeight >= 13 }, density: height * DENSITY > HIGHEST ? 1 : DENSITY };
+}
+
+/** An image of all rows. */
+export function picture({ geometry, model, theme, title, legends, ratio }) {
+  const { g, density } = wholeGeometry(geometry, model.rows.length);
   const [width, height] = [g.width + 2 * MARGIN, g.height + 2 * MARGIN + HEAD + FOOT];
-  const canvas = html("canvas", { width: Math.round(width * DENSITY), height: Math.round(height * DENSITY) });
+  const canvas = html("canvas", { width: Math.round(width * density), height: Math.round(height * density) });
   const context = canvas.getContext("2d");
-  context.scale(DENSITY, DENSITY);
+  context.scale(density, density);
   context.fillStyle = theme.paper;
   context.fillRect(0, 0, canvas.width, canvas.height);
   context.fillStyle = theme.ink;
   context.font = `600 15px ${FONT}`;
   context.fillText(elide(context, title, g.width), MARGIN + 6, MARGIN + 12);
-  context.drawImage(mapPicture(g, model, theme), MARGIN, MARGIN + HEAD, g.width, g.height);
+  context.drawImage(mapPicture(g, model, theme, density), MARGIN, MARGIN + HEAD, g.width, g.height);
   const y = MARGIN + HEAD + g.height + 14;
   legends.forEach((legend, i) => {
-    drawLegend(context, { x: MARGIN + 6 + i * 270, y, width: 240, title: legend.title }, legend.pane, theme);
+    drawLegend(context, { x: MARGIN + 16 + i * 280, y, width: 240, title: legend.title }, legend.pane, theme);
   });
-  drawKeys(context, { x: MARGIN + 16 + legends.length * 270, y: y + 6 }, legends[0].pane.table, theme);
+  drawKeys(context, { x: MARGIN + 16 + legends.length * 280, y: y + 6, ratio }, legends[0].pane.table, theme);
   return canvas;
 }
 
 export function savePng(shown) {
-  const { run, vs, kind, stat } = shown.choice;
+  const { runs, kind, stat } = shown.choice;
   return new Promise((resolve) => {
     picture(shown).toBlob((blob) => {
-      download(blob, fileName(["tbhooks", run, vs, kind, stat], "png"));
+      download(blob, fileName(["tbhooks", ...runs, kind, stat], "png"));
       resolve();
     }, "image/png");
   });

@@ -1,5 +1,5 @@
 /*
- * Modules as a collapsible tree, and its visible rows: by depth, by opened and closed groups, by search.
+ * Modules as a collapsible tree, by path or by role, and its visible rows: by depth, by opened and closed groups, by search.
  * Pure functions, independent of the numbers and the page.
  */
 
@@ -54,6 +54,29 @@ export function buildTree(sites) {
   return settled(root, 0);
 }
 
+/** What tells a module from the others of its role: the numbers in its path, `3` of `layers.3.q_proj`. */
+function numbersIn(name) {
+  const numbers = name.match(/(?<![^.])\d+(?=$|[.[:])/g);
+  return numbers ? numbers.join(".") : name;
+}
+
+/** One group per role with its modules in order of depth; a role with a single module is a row of its own. */
+export function buildRoles(sites) {
+  const roles = new Map();
+  for (const site of sites) {
+    const role = site.role ?? site.name;
+    if (!roles.has(role)) roles.set(role, []);
+    roles.get(role).push(site);
+  }
+  const leaf = (site, label, depth) => ({ key: nodeKey(site), label, full: site.name, site, children: [], depth });
+  const children = [...roles].map(([role, members]) => {
+    if (members.length === 1) return leaf(members[0], members[0].name || NAMELESS, 1);
+    const inside = members.map((site) => leaf(site, numbersIn(site.name), 2));
+    return { key: `role ${role}`, label: `${role} \u00d7${members.length}`, full: role, site: null, role: true, children: inside, depth: 1 };
+  });
+  return { key: "", label: "", full: "", site: null, children, depth: 0 };
+}
+
 export function maxDepth(node) {
   return node.children.reduce((deepest, child) => Math.max(deepest, maxDepth(child)), node.depth);
 }
@@ -72,6 +95,7 @@ function row(node, open, label = node.label) {
     site: node.site,
     depth: node.depth - 1,
     group: node.children.length > 0,
+    role: node.role ?? false,
     open,
     node,
   };
@@ -107,16 +131,26 @@ export function matcher(text) {
   }
 }
 
+const alone = (node) => ({ ...row(node, false, node.site.name || NAMELESS), depth: 0, group: false });
+
 /** A flat list of the watched modules whose full name matches. */
 export function matchingRows(root, text) {
   const { matches, error } = matcher(text);
   const rows = [];
   const visit = (node) => {
-    if (node.site && matches(node.site.name)) rows.push({ ...row(node, false, node.site.name), depth: 0, group: false });
+    if (node.site && matches(node.site.name)) rows.push(alone(node));
     node.children.forEach(visit);
   };
   root.children.forEach(visit);
   return { rows, error };
+}
+
+/** A flat list of these modules, `[{ site, tag, note }]`, in their order, without those that the search leaves out. */
+export function orderedRows(root, sites, text) {
+  const { rows, error } = matchingRows(root, text);
+  const byKey = new Map(rows.map((each) => [each.key, each]));
+  const found = sites.filter(({ site }) => byKey.has(nodeKey(site)));
+  return { rows: found.map(({ site, tag, note }) => ({ ...byKey.get(nodeKey(site)), tag, note })), error };
 }
 
 /** The nodes from the root (without it) to the node of a key; empty if there is none. */

@@ -49,6 +49,12 @@ export function showing(view, domain, step, least) {
   return panned(view, domain, step - (view[0] + view[1]) / 2, least);
 }
 
+/** A tenth of the domain, and at least twice the narrowest view, around a step. */
+export function around(step, domain, least) {
+  const half = Math.max((domain[1] - domain[0]) / 20, least);
+  return fitted([step - half, step + half], domain, least);
+}
+
 /** Round steps for an axis, about `wanted` of them. */
 export function stepTicks([low, high], wanted) {
   const rough = (high - low) / Math.max(2, wanted);
