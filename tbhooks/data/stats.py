@@ -81,10 +81,9 @@ def extrapolated(row: Floats, count: int) -> Floats:
 
     Means and extremes stay those of the sample; sums and the numbers of zeros, NaN and infinities grow with the count.
     """
-    whole = row.copy()
-    scale = count / row[COUNT]
-    whole[M2] *= scale
-    whole[[ZEROS, NANS, INFS]] = np.round(row[[ZEROS, NANS, INFS]] * scale)
+    whole = row * (count / row[COUNT])
+    whole[[MEAN, MIN, MAX, BASE]] = row[[MEAN, MIN, MAX, BASE]]
+    whole[[ZEROS, NANS, INFS]] = np.round(whole[[ZEROS, NANS, INFS]])
     whole[COUNT] = count
     return whole
 
