@@ -81,7 +81,7 @@ def extrapolated(row: Floats, count: int) -> Floats:
 
     Means and extremes stay those of the sample; sums and the numbers of zeros, NaN and infinities grow with the count.
     """
-    whole = row * (count / row[COUNT])
+    whole: Floats = row * (count / row[COUNT])
     whole[[MEAN, MIN, MAX, BASE]] = row[[MEAN, MIN, MAX, BASE]]
     whole[[ZEROS, NANS, INFS]] = np.round(whole[[ZEROS, NANS, INFS]])
     whole[COUNT] = count
