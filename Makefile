@@ -6,12 +6,12 @@ DEMO := $(VENV)/.demo
 PIP := $(PYTHON) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 SOURCES := pyproject.toml constraints.txt hatch_build.py tbhooks/reduction/kernel.c
 
-.PHONY: demo test test-slow test-all test-torch test-browser test-triton test-trackers lint bench notebooks clinic look dist clean
+.PHONY: demo docs test test-slow test-all test-torch test-browser test-triton test-trackers lint bench notebooks clinic look dist clean
 
 demo: $(DEMO)  ## train a small CNN on digits, watched, and say how to look at it
 	$(PYTHON) -m tbhooks demo
 
-test: lint  ## everything CI runs
+test: lint docs  ## everything CI runs
 	$(PYTHON) -m tests.support.groups test
 
 test-slow: $(READY)  ## the cases that `make test` leaves out for their time
@@ -33,9 +33,9 @@ test-browser: $(READY)  ## the TensorBoard tab in a real browser: Debian's chrom
 	$(PIP) --editable '.[dev,browser]'
 	$(PYTHON) -m tests.support.groups browser
 
-test-triton: $(READY)  ## the CUDA kernels in Triton's interpreter; 1 GB, kept apart from everything else
+test-triton: $(READY)  ## the CUDA kernels in Triton's interpreter and compiled for GPUs; 1 GB, kept apart from everything else
 	$(PIP) --target $(VENV)/triton triton
-	$(PYTHON) -m tests.support.groups triton
+	$(PYTHON) -m tests.support.groups triton triton-compiled
 
 test-trackers: $(READY)  ## MLflow and Aim; 600 MB, kept apart in a venv that sees this one
 	test -d $(VENV)/trackers || python3 -m venv $(VENV)/trackers
@@ -66,6 +66,9 @@ notebooks: $(READY)  ## runs them and keeps what they print
 
 clinic: $(READY)  ## trainings with one deliberate issue each and normal ones: what the rules report
 	$(PYTHON) -m tests.clinic
+
+docs: $(READY)  ## the documentation as a site in build/site; broken links are errors
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict --quiet
 
 look: $(READY)  ## TensorBoard on the demo's run
 	$(VENV)/bin/tensorboard --logdir runs

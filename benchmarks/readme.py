@@ -1,4 +1,4 @@
-"""Puts the measured tables into README.md, between their marks; nothing there is typed by hand.
+"""Puts the measured tables into README.md and the pages in docs/, between their marks; none is typed by hand.
 
 python benchmarks/readme.py
 """
@@ -7,19 +7,27 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-README = HERE.parent / "README.md"
+ROOT = HERE.parent
+PAGES = (ROOT / "README.md", ROOT / "docs" / "cost.md", ROOT / "docs" / "distributed.md")
+SHORT = ("tbhooks, step not logged", "tbhooks, logged, scalars", 'wandb.watch(log="all"), no activations')
+"""The rows of the README's table."""
 
 
 Results = dict[str, dict[str, dict[str, float]]]
 
 
 def overhead_table(names: dict[str, str], results: Results) -> str:
-    """A column a model, a row a way of watching it."""
+    """One column per model, one row per way of watching it."""
     rows = list(dict.fromkeys(row for result in results.values() for row in result))
+    return _table(rows, names, results)
+
+
+def _table(rows: Sequence[str], names: dict[str, str], results: Results) -> str:
     lines = [["step time / bare step", *(names[key] for key in results)], ["---"] * (len(results) + 1)]
     lines += [[row, *(cell(result.get(row)) for result in results.values())] for row in rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
@@ -111,6 +119,12 @@ def overhead() -> str:
     return f"{overhead_table(figures['overhead']['names'], figures['overhead']['results'])}\n\n{listed}"
 
 
+def short_table() -> str:
+    """The table of the README."""
+    figures = json.loads((HERE / "results" / "overhead.json").read_text())
+    return _table(SHORT, figures["names"], figures["results"])
+
+
 def ranks_lines(figures: dict[str, Any]) -> str:
     """What merging ranks costs here, and what it would send elsewhere."""
     cores = figures["machine"].split(",")[0]
@@ -142,13 +156,22 @@ def ranks() -> str:
     return ranks_lines(json.loads((HERE / "results" / "ranks.json").read_text()))
 
 
+TABLES = {
+    "overhead": (overhead, "end"),
+    "overhead-short": (short_table, "end of overhead-short"),
+    "ranks": (ranks, "end of ranks"),
+}
+"""For each mark what makes the text after it, and the mark at its end."""
+
+
 def filled(text: str) -> str:
-    """The README with its tables as measured."""
-    for name, made, end in (("overhead", overhead, "end"), ("ranks", ranks, "end of ranks")):
+    """The page with its tables as measured."""
+    for name, (made, end) in TABLES.items():
         pattern = rf"(<!-- {name}: [^>]*-->\n).*?(<!-- {end} -->)"
         text = re.sub(pattern, lambda found, made=made: f"{found[1]}\n{made()}\n\n{found[2]}", text, flags=re.DOTALL)
     return text
 
 
 if __name__ == "__main__":
-    README.write_text(filled(README.read_text()))
+    for page in PAGES:
+        page.write_text(filled(page.read_text()))

@@ -27,6 +27,7 @@ from tbhooks.data.self_report import Report
 from tbhooks.delivery.worker import Worker
 from tbhooks.distributed.handshake import describe
 from tbhooks.distributed.topology import MERGE, RANKS, is_in_job, join, restarts
+from tbhooks.reduction import triton
 from tbhooks.sinks import HasSteps, Sink
 
 __all__ = ["Watch", "unwatch", "watch"]
@@ -120,6 +121,7 @@ def _start(
     if any(kind.__module__.partition(".")[0] == "keras" for kind in type(model).__mro__):
         report.log_once(KERAS)
     if life.is_active:
+        triton.prepare_for(model.parameters())
         life.start()
     return watching
 

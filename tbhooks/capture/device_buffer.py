@@ -13,9 +13,10 @@ from torch import Tensor
 
 from tbhooks.capture.packed_step import Attached, Copy
 from tbhooks.data import stats
-from tbhooks.reduction import histogram
+from tbhooks.reduction import histogram, torch_rows, triton
 from tbhooks.reduction.cpu import NULL, Address
 from tbhooks.reduction.finalize import Block
+from tbhooks.reduction.streams import StreamOrder
 
 # A step that never ends must not fill the device: past this many bytes of records, calls are not recorded.
 MOST_BYTES = 256 << 20
@@ -38,8 +39,7 @@ class Buffer:
         # Tensors are made from an existing one, which works on every device. On a CPU it could be a subclass that makes
         # tensors of its own type.
         self._like = torch.zeros((), device="cpu") if device.type == "cpu" else like.detach().new_zeros(())
-        # Devices without float64 keep float32 rows; counts are then exact to 2**24.
-        self.row_type = torch.float32 if device.type == "mps" else torch.float64
+        self.row_type = torch_rows.row_type(device)
         unit = self.row_type.itemsize
         row_bytes = stats.WIDTH * unit
         count_bytes = -(-histogram.SLOTS * 4 // unit) * unit if with_buckets else 0
@@ -51,7 +51,9 @@ class Buffer:
         self.records = 0
         self.used = 0
         self.overflowed = False
-        self.unfinished = Unfinished(device)
+        self.unfinished = Unfinished()
+        self.order = StreamOrder(device)
+        self.scratch = triton.Scratch(device, self.order.made)
         self._attached: list[Tensor] = []
         self._grow(max(capacity, FEWEST))
 
@@ -83,7 +85,6 @@ class Buffer:
 
     def attach(self, number: int, tensor: Tensor) -> Attached:
         """Copies a tensor as it is now to the host with the records. `number` is that of this buffer."""
-        self.unfinished.note_stream()
         with torch.inference_mode(False), torch.no_grad():
             readable = tensor.detach() if tensor.dtype in IN_NUMPY else tensor.detach().float()
             content = readable.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
@@ -97,7 +98,8 @@ class Buffer:
 
     def pack(self) -> tuple[Tensor, int, int]:
         """All used records as one tensor on the device, and how many bytes of parts and of tensors follow them."""
-        self.unfinished.wait_for_streams()
+        self.order.join([*self._chunks, *self.unfinished.held, *self._attached, *self.scratch.tensors])
+        self.scratch.merge()
         left, packed = self.used, []
         for chunk in self._chunks:
             packed.append(chunk[: min(left, len(chunk))])
@@ -119,7 +121,9 @@ class Buffer:
             self._chunks[0][: self.used].zero_()
         self.used, self.overflowed = 0, False
         self.unfinished.forget()
+        self.scratch.forget()
         self._attached = []
+        self.order.made()
 
     def _grow(self, records: int) -> None:
         with torch.inference_mode(False):
@@ -128,6 +132,7 @@ class Buffer:
         # The address that record 0 would have if all were in this chunk: those taken from now on are.
         self._address = chunk.data_ptr() - self.records * self.record_bytes
         self.records += records
+        self.order.made()
 
     def _make_views(self) -> None:
         """Makes a view of each row and count, which only torch operations need: thousands take a while to make."""
@@ -155,38 +160,20 @@ def copy_out(buffer: Buffer) -> Copy:
 class Unfinished:
     """The partial results on one device in one step, of which finalize.py makes rows on the host."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
         self.blocks: list[Block] = []
-        self._held: list[Tensor] = []
-        self._streams: set[torch.cuda.Stream] = set()
+        self.held: list[Tensor] = []
 
     def hold(self, block: Block, parts: Sequence[Tensor]) -> None:
         """Keeps the partial results of records until they are packed."""
-        self.note_stream()
         self.blocks.append(block)
-        self._held += parts
-
-    def note_stream(self) -> None:
-        """Notes that the current stream writes to the step."""
-        if self._device.type == "cuda":
-            self._streams.add(torch.cuda.current_stream(self._device))
-
-    def wait_for_streams(self) -> None:
-        """Makes the current stream wait for the others that have written to the step; the host does not wait."""
-        if self._device.type != "cuda":
-            return
-        current = torch.cuda.current_stream(self._device)
-        for stream in self._streams - {current}:
-            current.wait_stream(stream)
-            for part in self._held:
-                part.record_stream(current)
+        self.held += parts
 
     def packed(self) -> Tensor | None:
         """All partial results as bytes, in the order of the blocks."""
-        if not self._held:
+        if not self.held:
             return None
-        return torch.cat([part.reshape(-1) for part in self._held]).view(torch.uint8)
+        return torch.cat([part.reshape(-1) for part in self.held]).view(torch.uint8)

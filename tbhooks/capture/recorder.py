@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -43,29 +44,40 @@ def reduce_by_kernel(numbers: Tensor, buffer: Buffer, record: int) -> None:
 
 
 def reduce_by_torch(numbers: Tensor, buffer: Buffer, record: int) -> None:
-    """With Triton or torch operations, for devices and where there is no C kernel."""
-    counts = buffer.counts(record) if buffer.with_buckets else None
-    if triton.can_read(numbers):
-        buffer.unfinished.note_stream()
-        if triton.reduce(numbers, buffer.row(record), counts):
-            return
+    """With torch operations, for devices without Triton and where there is no C kernel."""
     if numbers.is_cpu or numbers.numel() == 0:
         torch_rows.write_row(numbers, buffer.row(record))
     else:
         size = numbers.numel()
         buffer.unfinished.hold(Block([record], [size], size), torch_rows.reduce(numbers, buffer.row_type))
-    if counts is not None:
-        histogram.add_counts(numbers, counts)
+    if buffer.with_buckets:
+        histogram.add_counts(numbers, buffer.counts(record))
 
 
-def _reduce_divided(scale: Tensor) -> Reduce:
+def _reduce_divided(numbers: Tensor, scale: Tensor, buffer: Buffer, record: int) -> None:
     """Divides by a tensor on the device first, without a sync. In half precision the quotient could underflow."""
+    divided = (numbers.float() if numbers.dtype.itemsize < 4 else numbers) / scale.to(numbers.device)
+    (reduce_by_kernel if cpu.can_read(divided) else reduce_by_torch)(divided, buffer, record)
 
-    def reduce(numbers: Tensor, buffer: Buffer, record: int) -> None:
-        divided = (numbers.float() if numbers.dtype.itemsize < 4 else numbers) / scale.to(numbers.device)
-        (reduce_by_kernel if cpu.can_read(divided) else reduce_by_torch)(divided, buffer, record)
 
-    return reduce
+def _is_for_triton(tensor: Tensor, before: Tensor | None) -> bool:
+    """Whether Triton reduces it with many others, less another tensor of the same order in memory."""
+    if not triton.takes(tensor) or tensor.numel() > triton.LONGEST:
+        return False
+    return before is None or (before.dtype == tensor.dtype and before.stride() == tensor.stride())
+
+
+def _triton_job(
+    tensor: Tensor, before: Tensor | None, scale: Tensor | None, addresses: tuple[Address, Address]
+) -> triton.Job:
+    """Of a tensor that is dense in any order; a copy of it has the same order."""
+    minus = None if before is None else before.detach()
+    divisor = None if scale is None else scale.detach().to(tensor.device, torch.float32)
+    return triton.Job(tensor.detach(), minus, divisor, *addresses)
+
+
+def _reduce_by_triton(scale: Tensor | None, numbers: Tensor, buffer: Buffer, record: int) -> None:
+    buffer.scratch.reduce(_triton_job(numbers, None, scale, buffer.addresses(record)))
 
 
 def storage_is_freed(tensor: Tensor) -> bool:
@@ -77,6 +89,11 @@ def storage_is_freed(tensor: Tensor) -> bool:
 
 Wanted = tuple[int, Tensor, Address, Address]
 """A site, a tensor the kernel can read, the address of a copy to write, and that of a tensor to subtract (or NULL)."""
+
+
+def can_be_together(tensor: Tensor) -> bool:
+    """Whether `Recorder.record_together` takes it."""
+    return triton.takes(tensor) or batched.fits(tensor)
 
 
 def can_be_one_of_many(tensor: Tensor) -> bool:
@@ -193,9 +210,12 @@ class Recorder:
         return len(jobs) == len(wanted)
 
     def record_together(self, wanted: Sequence[batched.Wanted]) -> None:
-        """Reduces many small tensors of devices in a few launches."""
+        """Reduces many tensors of devices, for which `can_be_together` is true, in a few launches."""
         with self._lock, torch.no_grad():
-            for group in batched.groups(wanted):
+            others = self._record_by_triton(wanted)
+            for site, tensor, before, scale in (want for want in others if not batched.fits(want[1])):
+                self._record_alone(site, tensor, before, scale)
+            for group in batched.groups([want for want in others if batched.fits(want[1])]):
                 made = batched.block(group)
                 number, buffer = self._buffer(made)
                 records = [record for record in (buffer.take() for _ in group) if record is not None]
@@ -206,6 +226,31 @@ class Recorder:
                 if buffer.with_buckets:
                     batched.count(made, [buffer.counts(record) for record in records])
                 self.calls += [(want[0], (number, i, i + 1)) for want, i in zip(group, records, strict=True)]
+
+    def _record_by_triton(self, wanted: Sequence[batched.Wanted]) -> list[batched.Wanted]:
+        """Reduces those that Triton can, in one launch for each type on a device. Returns the others."""
+        jobs: dict[int, list[triton.Job]] = {}
+        others: list[batched.Wanted] = []
+        for want in wanted:
+            site, tensor, before, scale = want
+            if not _is_for_triton(tensor, before):
+                others.append(want)
+                continue
+            number, buffer = self._buffer(tensor)
+            record = buffer.take()
+            if record is None:
+                break
+            jobs.setdefault(number, []).append(_triton_job(tensor, before, scale, buffer.addresses(record)))
+            self.calls.append((site, (number, record, record + 1)))
+        for number, of_device in jobs.items():
+            self._buffers[number].scratch.reduce_all(of_device)
+        return others
+
+    def _record_alone(self, site: int, tensor: Tensor, before: Tensor | None, scale: Tensor | None) -> None:
+        if before is None:
+            self.record(site, tensor, scale)
+        else:
+            self.record_difference(site, tensor.detach(), before)
 
     def record_difference(self, site: int, after: Tensor, before: Tensor, whole: int | None = None) -> None:
         """Reduces `after - before` for a site; `before` may be overwritten.
@@ -323,18 +368,22 @@ class Recorder:
             self._number[key] = len(self._buffers)
             self._buffers.append(made)
         number = self._number[key]
-        return number, self._buffers[number]
+        buffer = self._buffers[number]
+        buffer.order.note()
+        return number, buffer
 
     def _record_dense(self, tensor: Tensor, scale: Tensor | None) -> Span | None:
         with torch.no_grad():
             numbers = torch_rows.readable(tensor)
             if numbers is None:
                 return None
+            if triton.takes(numbers):
+                return self._record_parts(numbers, triton.LONGEST, partial(_reduce_by_triton, scale))
             if scale is not None:
-                return self._record_parts(numbers, PART, _reduce_divided(scale))
+                return self._record_parts(numbers, PART, lambda *part: _reduce_divided(part[0], scale, *part[1:]))
             if cpu.can_read(numbers):
                 return self._record_parts(numbers, MOST_COUNT, reduce_by_kernel)
-            return self._record_parts(numbers, MOST_COUNT if triton.takes(numbers) else PART, reduce_by_torch)
+            return self._record_parts(numbers, PART, reduce_by_torch)
 
     def _record_parts(self, numbers: Tensor, longest: int, reduce: Reduce) -> Span:
         number, buffer = self._buffer(numbers)

@@ -6,7 +6,7 @@ Tensors are reduced at once on their device, without waiting for it. The calls o
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from tbhooks.capture import selection, sharded_tensors
 from tbhooks.capture.hooks.collectors import guarded
+from tbhooks.capture.hooks.passes import Pass
 from tbhooks.capture.packed_step import Attached, Read
 from tbhooks.capture.recorder import Recorder, storage_is_freed
 from tbhooks.collectors import channel_split
@@ -28,6 +29,7 @@ from tbhooks.reduction import batched, cpu, finalize, histogram, torch_rows
 KINDS = ("activation", "weight")
 MOST_CHANNELS = 512
 MOST_CALLS = 256
+TOO_MANY = f"calls with another number of channels, or more than {MOST_CALLS} parts per step, are not recorded"
 HEAD = "head "
 # Torch operations make temporaries of a few times the tensor's size: larger tensors are split into this many elements.
 PART = 1 << 22
@@ -36,6 +38,10 @@ HEADS_UNSEEN = (
     "its heads are only available with need_weights=True, average_attn_weights=False, or with the kind "
     '"functional" in watch'
 )
+
+
+_Key = tuple[str, str, str]
+"""Kind, name, and what a channel is called."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +101,17 @@ class ChannelCollector:
         return "activation" in self._kinds and path in self._projections
 
     def begin(self) -> None:
-        self._sums: dict[tuple[str, str, str], Sums] = {}
+        # Weights belong to the step, outputs to the forward that made them.
+        self._by_forward: dict[Pass | None, dict[_Key, Sums]] = {None: {}}
+        self._forward: Pass | None = None
         self._have_run: set[str] = set()
+
+    def in_forward(self, forward: Pass) -> None:
+        self._forward = forward
+
+    def drop(self, forwards: Set[Pass]) -> None:
+        for forward in forwards:
+            self._by_forward.pop(forward, None)
 
     def on_tensor(self, path: str, kind: str, index: str, tensor: Tensor) -> None:
         if not tensor.is_floating_point() or tensor.layout is not torch.strided or tensor.is_nested:
@@ -141,7 +156,7 @@ class ChannelCollector:
         weight = module._parameters.get(name.rpartition(".")[2])
         local = None if weight is None else sharded_tensors.local_tensor(weight)
         if (
-            ("weight", name, word) in self._sums
+            ("weight", name, word) in self._by_forward[None]
             or local is None
             or torch_rows.has_no_data(local)
             or storage_is_freed(local)
@@ -160,10 +175,10 @@ class ChannelCollector:
             self._report.mark_unseen(
                 f"per_channel/{name}", f"only {MOST_CHANNELS} of {len(by_channel)} channels are recorded"
             )
-        sums = self._sums.setdefault((kind, name, word), Sums(len(shown)))
+        owned = self._by_forward.setdefault(None if kind == "weight" else self._forward, {})
+        sums = owned.setdefault((kind, name, word), Sums(len(shown)))
         if len(shown) != sums.channels or len(sums.pieces) >= MOST_CALLS:
-            why = f"calls with another number of channels, or more than {MOST_CALLS} parts per step, are not recorded"
-            self._report.mark_unseen(f"per_channel/{name}", why)
+            self._report.mark_unseen(f"per_channel/{name}", TOO_MANY)
         if shown.numel() == 0 or len(shown) != sums.channels or len(sums.pieces) >= MOST_CALLS:
             return
         with torch.no_grad(), torch.autocast(shown.device.type, enabled=False):
@@ -171,7 +186,7 @@ class ChannelCollector:
 
     def end(self, recorder: Recorder) -> None:
         self._report_missing_heads()
-        collected = self._sums
+        collected = self._merged()
         self.forget()  # first, because a watch may be closed from another thread while modules run
         for kind in KINDS:
             attached_sums = [
@@ -186,8 +201,24 @@ class ChannelCollector:
     def forget(self) -> None:
         self.begin()
 
+    def _merged(self) -> dict[_Key, Sums]:
+        """The sums of all forwards that are part of the step."""
+        merged: dict[_Key, Sums] = {}
+        for owned in list(self._by_forward.values()):
+            for key, new in list(owned.items()):
+                sums = merged.setdefault(key, new)
+                if sums is new:
+                    continue
+                if sums.channels == new.channels and len(sums.pieces) + len(new.pieces) <= MOST_CALLS:
+                    sums.pieces.extend(new.pieces)
+                    _add_counts(sums, new.counts)
+                else:
+                    self._report.mark_unseen(f"per_channel/{key[1]}", TOO_MANY)
+        return merged
+
     def _report_missing_heads(self) -> None:
-        named = {name for kind, name, _ in list(self._sums) if kind == "activation"}
+        names = [key for owned in list(self._by_forward.values()) for key in list(owned)]
+        named = {name for kind, name, _ in names if kind == "activation"}
         for path in self._have_run & self._heads.keys() if "activation" in self._kinds else ():
             if not any(name == path or name.startswith((f"{path}[", f"{path}:")) for name in named):
                 self._report.mark_unseen(f"per_channel/{path}", HEADS_UNSEEN)

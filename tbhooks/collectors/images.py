@@ -7,7 +7,7 @@ thread normalises and draws it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from functools import partial
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from tbhooks.capture import schedule, selection, sharded_tensors
 from tbhooks.capture.hooks.collectors import guarded
+from tbhooks.capture.hooks.passes import Pass
 from tbhooks.capture.packed_step import Attached, Read
 from tbhooks.capture.recorder import Recorder, storage_is_freed
 from tbhooks.capture.selection import Matcher
@@ -63,8 +64,9 @@ class ImageCollector:
         self._chosen: set[str] = set()
         self._filters: dict[str, weakref.ref[nn.Module]] = {}
         self._logged = 0
-        self._collected: dict[_Key, Tiles] = {}
-        self._bytes = 0
+        # Of each image, those of the first forward and of the latest one that no backward has gone through yet.
+        self._collected: dict[_Key, dict[Pass | None, Tiles]] = {}
+        self._forward: Pass | None = None
 
     def wants(self, path: str, module: nn.Module) -> bool:
         self._chosen.discard(path)  # another module may have this path now
@@ -80,7 +82,15 @@ class ImageCollector:
         return self._inputs and path == ROOT
 
     def begin(self) -> None:
-        self._collected, self._bytes = {}, 0
+        self._collected, self._forward = {}, None
+
+    def in_forward(self, forward: Pass) -> None:
+        self._forward = forward
+
+    def drop(self, forwards: Set[Pass]) -> None:
+        for by_forward in self._collected.values():
+            for forward in forwards & by_forward.keys():
+                del by_forward[forward]
 
     def on_tensor(self, path: str, kind: str, index: str, tensor: Tensor) -> None:
         if not self._is_due:
@@ -97,7 +107,7 @@ class ImageCollector:
 
     def end(self, recorder: Recorder) -> None:
         self._logged += 1
-        collected = self._collected
+        collected = {key: next(iter(kept.values())) for key, kept in self._collected.items() if kept}
         self.forget()  # first, because a watch may be closed from another thread while modules run
         if collected:
             attached = [
@@ -125,7 +135,8 @@ class ImageCollector:
 
     def _take(self, kind: str, name: str, tensor: Tensor, choose: Callable[[Tensor], Tiles | None]) -> None:
         """Keeps the first tensor of a step; shared modules and micro-batches have several."""
-        if (kind, name) in self._collected:
+        kept = self._collected.get((kind, name), {})
+        if (kind == "weight" and kept) or self._forward in kept or any(one is None or one.reached_by for one in kept):
             return
         if not image_tiles.is_shown(tensor, kind):
             self._report.mark_unseen(
@@ -139,17 +150,25 @@ class ImageCollector:
                     _tag(kind, name), f"a tensor of shape {list(tensor.shape)} cannot be shown as an image"
                 )
         elif self._has_room(kind, name, part.numbers):
+            for forward in list(kept)[1:]:
+                del kept[forward]
             with torch.no_grad():
-                self._collected[kind, name] = part._replace(numbers=part.numbers.clone())
+                kept[None if kind == "weight" else self._forward] = part._replace(numbers=part.numbers.clone())
+            self._collected[kind, name] = kept
 
     def _has_room(self, kind: str, name: str, numbers: Tensor) -> bool:
-        needed = numbers.numel() * max(numbers.itemsize, 4 if numbers.dtype is torch.bfloat16 else 1)
-        if self._bytes + needed > self._most_bytes:
+        """Counts each image once: of what is kept of several forwards one is written."""
+        others = [kept for key, kept in self._collected.items() if kept and key != (kind, name)]
+        taken = sum(_bytes(next(iter(kept.values())).numbers) for kept in others)
+        if taken + _bytes(numbers) > self._most_bytes:
             why = f"the images of a step are limited to {self._most_bytes} bytes; increase images(..., most_bytes=)"
             self._report.mark_unseen(_tag(kind, name), why)
             return False
-        self._bytes += needed
         return True
+
+
+def _bytes(numbers: Tensor) -> int:
+    return numbers.numel() * max(numbers.itemsize, 4 if numbers.dtype is torch.bfloat16 else 1)
 
 
 def _tag(kind: str, name: str) -> str:

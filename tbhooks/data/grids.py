@@ -52,8 +52,15 @@ class Grid:
 
     @cached_property
     def wrong(self) -> NDArray[np.bool_]:
-        """Where elements are not finite. An infinite ratio, of an update to a weight of zero, is not counted."""
+        """Where elements are not finite. The ratio of an update to a weight of zero is undefined, and not counted."""
         return self.bad > 0 if self.stat == "ratio" else (self.bad > 0) | (self.seen & ~np.isfinite(self.values))
+
+    @cached_property
+    def undefined(self) -> NDArray[np.bool_]:
+        """Where a ratio has no reference yet: the weight was zero."""
+        if self.stat != "ratio":
+            return np.zeros(self.values.shape, dtype=bool)
+        return np.asarray(self.seen & np.isnan(self.values) & (self.bad == 0))
 
     def row(self, name: str) -> int | None:
         """The row of a site, or None."""

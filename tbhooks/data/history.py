@@ -23,13 +23,15 @@ if TYPE_CHECKING:
 MOST_FRAMES = 1000
 # The histograms of a frame take forty times the memory of its rows: only the newest frames keep theirs.
 MOST_WITH_BUCKETS = 50
+# Kept for good: rules compare with them however long the run is.
+MOST_EARLY = 15
 
 
 class History:
     """The last frames of a run, oldest first. Returned by `Watch.history`; thread-safe.
 
     It is a sequence: `history[-1]`, `len(history)`, `for frame in history`. It keeps up to 1000 frames, and the
-    histograms of the newest 50.
+    histograms of the newest 50. `early` has the first 15 frames of training for good, without histograms.
 
     >>> steps, values = w.history.series("fc", "gradient", "norm")  # doctest: +SKIP
     >>> steps, losses = w.history.scalar("train/loss")  # doctest: +SKIP
@@ -39,6 +41,7 @@ class History:
         self._frames: deque[Frame] = deque(maxlen=most_frames)
         # Scalars of steps that were not logged otherwise. No rule counts them as frames.
         self._scalars_only: deque[Frame] = deque(maxlen=most_frames)
+        self._early: list[Frame] = []
         self._lock = threading.RLock()
 
     def append(self, frame: Frame) -> None:
@@ -50,16 +53,23 @@ class History:
                 self._scalars_only.append(_without_artifacts(frame))
                 return
             self._frames.append(_without_artifacts(frame))
+            if len(self._early) < MOST_EARLY and not frame.is_evaluation:
+                self._early.append(_without_buckets(_without_artifacts(frame)))
             if len(self._frames) > MOST_WITH_BUCKETS:
-                old = self._frames[-MOST_WITH_BUCKETS - 1]
-                self._frames[-MOST_WITH_BUCKETS - 1] = replace(
-                    old, buckets=np.zeros((len(old.sites), 0), np.int64), spreads=ranks.empty(len(old.sites))
-                )
+                self._frames[-MOST_WITH_BUCKETS - 1] = _without_buckets(self._frames[-MOST_WITH_BUCKETS - 1])
 
     def replace_newest(self, frame: Frame) -> None:
         """Replaces the newest frame, by the same one with findings."""
         with self._lock:
+            if self._early and self._early[-1].step == frame.step and not frame.is_evaluation:
+                self._early[-1] = replace(self._early[-1], findings=frame.findings)
             self._frames[-1] = _without_artifacts(frame)
+
+    @property
+    def early(self) -> list[Frame]:
+        """The first frames of training, which are kept however long the run is; without histograms."""
+        with self._lock:
+            return list(self._early)
 
     @property
     def latest(self) -> Frame | None:
@@ -69,6 +79,9 @@ class History:
         return training[-1] if training else frames[-1] if frames else None
 
     def _join(self, late: Frame) -> bool:
+        for i, early in enumerate(self._early):
+            if early.step == late.step:
+                self._early[i] = replace(early, scalars={**early.scalars, **late.scalars})
         for i in range(len(self._frames) - 1, -1, -1):
             if self._frames[i].step == late.step and not self._frames[i].is_evaluation:
                 known = self._frames[i]
@@ -138,6 +151,11 @@ class History:
     def __repr__(self) -> str:
         steps = f", steps {self._frames[0].step} to {self._frames[-1].step}" if self._frames else ""
         return f"History({len(self)} frames{steps})"
+
+
+def _without_buckets(frame: Frame) -> Frame:
+    n = len(frame.sites)
+    return replace(frame, buckets=np.zeros((n, 0), np.int64), spreads=ranks.empty(n))
 
 
 def _without_artifacts(frame: Frame) -> Frame:

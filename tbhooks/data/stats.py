@@ -112,9 +112,9 @@ def _fraction(values: Floats, column: int) -> Floats:
 
 
 def _ratio(values: Floats) -> Floats:
-    """NaN without a reference; infinite if the reference is zero."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return STATS["norm"](values) / np.sqrt(values[..., BASE])
+    """NaN without a reference, and where it is zero: a weight that is initialised to zero has no ratio yet."""
+    base = values[..., BASE]
+    return np.where(base > 0, STATS["norm"](values) / np.sqrt(np.where(base > 0, base, 1.0)), np.nan)
 
 
 STATS: Mapping[str, Callable[[Floats], Floats]] = {

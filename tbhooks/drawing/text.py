@@ -141,6 +141,7 @@ def _furthest(values: Floats) -> float:
 
 
 WIDE = 100.0
+NO_REFERENCE = "no reference yet"
 
 
 def is_wide(values: Floats) -> bool:
@@ -170,6 +171,11 @@ def printable(text: str) -> str:
 
 
 def number(value: float, stat: str = "", bad: int = 0) -> str:
-    """A number with three digits, a fraction in percent, and how many values are not finite."""
+    """A number with three digits, a fraction in percent, and how many values are not finite.
+
+    The ratio of an update to a weight that was zero is undefined: "no reference yet".
+    """
+    if stat == "ratio" and np.isnan(value) and not bad:
+        return NO_REFERENCE
     mark = f" ({bad} NaN/Inf)" if bad else ""
     return (f"{value:.0%}" if stat == "zero_fraction" and np.isfinite(value) else f"{value:.3g}") + mark

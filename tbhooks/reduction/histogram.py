@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tbhooks.data.stats import BUCKETS, HALF_OCTAVES, LOWEST_EXPONENT, MIDDLE
+from tbhooks.reduction import streams
 
 # One more than the real buckets, for NaN and infinities, which is not copied to the host.
 SLOTS = BUCKETS + 1
@@ -27,12 +28,12 @@ _LAYOUT = {
 MOST = 1 << 24
 
 
-# One for each type and device.
-_tables: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+# One for each type, device and stream: another stream would have to wait for the one that fills it.
+_tables: dict[tuple[object, ...], Tensor] = {}
 
 
 def _table(like: Tensor) -> Tensor:
-    key = (like.dtype, like.device)
+    key = (like.dtype, like.device, streams.current(like.device))
     if key not in _tables:
         with torch.inference_mode(False):
             # On a CPU the tensor could be of a subclass that makes tensors of its own type.

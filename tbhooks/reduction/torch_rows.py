@@ -8,13 +8,14 @@ arithmetic: `reduce` makes seven, and leaves the arithmetic on single numbers to
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from tbhooks.data.stats import COUNT, MAX, MIN, WIDTH, ZEROS
+from tbhooks.reduction import streams
 from tbhooks.reduction.torch_private import look_up
 
 _STAND_INS = "tensors without numbers are recognised by an error that is counted"
@@ -41,6 +42,19 @@ def is_ordinary(tensor: Tensor) -> bool:
     return type(tensor) in (Tensor, Parameter) and tensor.dtype in ORDINARY
 
 
+def row_type(device: torch.device) -> torch.dtype:
+    """The type of rows on a device: float64, or float32 where there is none (Apple's GPUs, some of Intel's)."""
+    return torch.float64 if has_float64(device) else torch.float32
+
+
+@cache
+def has_float64(device: torch.device) -> bool:
+    """Whether a device computes in float64."""
+    if device.type == "xpu":
+        return bool(torch.xpu.get_device_properties(device).has_fp64)
+    return device.type != "mps"
+
+
 def readable(tensor: Tensor) -> Tensor | None:
     """The real numbers of a tensor in one dimension; None for integers, bools, quantised and nested tensors."""
     if tensor.is_nested or tensor.is_quantized or tensor.layout is not torch.strided or has_no_data(tensor):
@@ -49,7 +63,8 @@ def readable(tensor: Tensor) -> Tensor | None:
         tensor = torch.zeros_like(tensor)
     if tensor.is_complex():
         # In float32 the magnitude of a finite number can be infinite.
-        return flat(tensor.detach().to(torch.complex128).abs())
+        wide = torch.complex128 if has_float64(tensor.device) else torch.complex64
+        return flat(tensor.detach().to(wide).abs())
     if not tensor.is_floating_point():
         return None
     return flat(tensor.detach().resolve_neg())
@@ -74,6 +89,17 @@ def flat(tensor: Tensor) -> Tensor:
     if not tensor.is_contiguous():
         tensor = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
     return tensor.reshape(-1).contiguous()
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether its elements fill a stretch of memory, in any order (channels_last, transposed)."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
 
 
 def difference(after: Tensor, before: Tensor) -> Tensor:
@@ -118,8 +144,8 @@ def write_row(numbers: Tensor, out: Tensor) -> None:
     torch.stack([column.to(out.dtype) for column in columns], out=out)
 
 
-# The results of `limits`.
-_constants: dict[tuple[torch.dtype, torch.dtype, torch.device, int], tuple[Tensor, Tensor]] = {}
+# The results of `limits`, for each stream: another one would have to wait for those that fill them.
+_constants: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}
 
 
 def reduce(numbers: Tensor, row_type: torch.dtype) -> list[Tensor]:
@@ -136,7 +162,7 @@ def reduce(numbers: Tensor, row_type: torch.dtype) -> list[Tensor]:
 
 def limits(like: Tensor, row_type: torch.dtype) -> tuple[Tensor, Tensor]:
     """The largest absolute value that counts in each of the four masks, and what replaces larger ones and NaN."""
-    key = (like.dtype, row_type, like.device, like.dim())
+    key = (like.dtype, row_type, like.device, like.dim(), streams.current(like.device))
     if key not in _constants:
         with torch.inference_mode(False):
             shape = (4, *(1 for _ in like.shape))

@@ -9,12 +9,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tbhooks.data import stats
 from tbhooks.data.stats import HALF_OCTAVES as _HALF_OCTAVES
 from tbhooks.data.stats import LOWEST_EXPONENT as _LOWEST
 from tbhooks.data.stats import MIDDLE as _MIDDLE
 from tbhooks.reduction.histogram import SLOTS as _SLOTS
 
-PARTIALS = 8
+# The columns of a partial row, all float64: `_store_partial` writes them, `merge_rows` reads them.
+N, MEAN, M2, LOW, HIGH, ZEROS, NANS, INFS = (tl.constexpr(i) for i in range(8))
+PARTIALS = tl.constexpr(8)
+# The columns of a job: the address of the numbers, of numbers to subtract and of a number to divide by (or 0), how many
+# there are, where the partial row and the bucket counts go (or 0); and what a slot gets (or 0).
+JOB = tl.constexpr(9)
+# The columns of a slot: the addresses of a row and of its first partial row, and how many partial rows there are.
+SLOT = tl.constexpr(3)
+# Loads of 16 bytes need addresses that are multiples of 16.
+ALIGNMENT = tl.constexpr(16)
 # Of a record: the real buckets, and the one that is left behind.
 SLOTS = tl.constexpr(_SLOTS)
 TABLE = tl.constexpr(1 << (_SLOTS - 1).bit_length())
@@ -25,6 +35,10 @@ LOWEST_BITS = tl.constexpr(2 * (127 + _LOWEST) - 1)
 INFINITE_BITS = tl.constexpr(2 * 255)
 DOWN = tl.constexpr(2.0**-64)
 INFINITY = tl.constexpr(float("inf"))
+# The columns of a row.
+ROW_COUNT, ROW_MEAN, ROW_M2 = tl.constexpr(stats.COUNT), tl.constexpr(stats.MEAN), tl.constexpr(stats.M2)
+ROW_MIN, ROW_MAX, ROW_ZEROS = tl.constexpr(stats.MIN), tl.constexpr(stats.MAX), tl.constexpr(stats.ZEROS)
+ROW_NANS, ROW_INFS, ROW_BASE = tl.constexpr(stats.NANS), tl.constexpr(stats.INFS), tl.constexpr(stats.BASE)
 
 
 @triton.jit
@@ -81,10 +95,56 @@ def _merged(n, mean, m2, other_n, other_mean, other_m2):
     return total, mean + away * share, m2 + other_m2 + away * away * share * n
 
 
-@triton.jit(do_not_specialize=["size", "each"])
-def partial_rows(numbers, size, partial, counts, each, STRETCH: tl.constexpr, WITH_BUCKETS: tl.constexpr):  # noqa: N803
-    """One partial row for each program, which reads `each` stretches one after the other."""
+@triton.jit
+def _loaded(address, i, size, inside, DTYPE: tl.constexpr, STRETCH: tl.constexpr):  # noqa: N803
+    """Stretch number `i` as float32: with loads of 16 bytes if it is whole and aligned, else element by element."""
+    place = i * STRETCH + tl.arange(0, STRETCH)
+    if ((i + 1) * STRETCH <= size) & (address % ALIGNMENT == 0):
+        aligned = tl.multiple_of(address.to(tl.pointer_type(DTYPE)), ALIGNMENT)
+        x = tl.load(aligned + place)
+    else:
+        x = tl.load(address.to(tl.pointer_type(DTYPE)) + place, mask=inside, other=0.0)
+    return _widened(x)
+
+
+INTEGERS = ["table", "address", "minus", "scale", "size", "each", "partial", "counts", "slot", "row"]
+
+
+@triton.jit(do_not_specialize=INTEGERS)
+def reduce_rows(
+    table: tl.int64, address: tl.int64, minus: tl.int64, scale: tl.int64, size: tl.int64, each: tl.int64,
+    partial: tl.int64, counts: tl.int64, slot: tl.int64, row: tl.int64, DTYPE: tl.constexpr, STRETCH: tl.constexpr,  # noqa: N803
+):  # fmt: skip
+    """One partial row for each program.
+
+    With a table, each program has a job of its own. Without, they share the numbers at `address`: each reads `each`
+    stretches. Every argument is an integer, so that there is one compiled variant for a type.
+    """
     program = tl.program_id(0).to(tl.int64)
+    programs = tl.num_programs(0).to(tl.int64)
+    if table != 0:
+        job = table.to(tl.pointer_type(tl.int64)) + program * JOB
+        address, minus, scale = tl.load(job), tl.load(job + 1), tl.load(job + 2)
+        size, partial, counts = tl.load(job + 3), tl.load(job + 4), tl.load(job + 5)
+        slot, row, programs = tl.load(job + 6), tl.load(job + 7), tl.load(job + 8)
+    else:
+        start = program * each * STRETCH
+        address += start * (DTYPE.primitive_bitwidth // 8)
+        minus = tl.where(minus == 0, minus, minus + start * (DTYPE.primitive_bitwidth // 8))
+        size = tl.maximum(tl.minimum(size - start, each * STRETCH), 0)
+        slot = tl.where(program == 0, slot, 0)
+        partial += program * (PARTIALS * 8)
+    if slot != 0:
+        _fill_slot(slot, row, partial, programs)
+    _reduce_share(address, minus, scale, size, partial, counts, DTYPE, STRETCH)
+
+
+@triton.jit
+def _reduce_share(address, minus, scale, size, partial, counts, DTYPE: tl.constexpr, STRETCH: tl.constexpr):  # noqa: N803
+    """What one program reduces: `size` numbers, into a partial row and bucket counts."""
+    divisor = tl.full((), 1.0, tl.float32)
+    if scale != 0:
+        divisor = tl.load(scale.to(tl.pointer_type(tl.float32)))
     n = tl.zeros((), tl.float64)
     mean = tl.zeros((), tl.float64)
     m2 = tl.zeros((), tl.float64)
@@ -94,58 +154,78 @@ def partial_rows(numbers, size, partial, counts, each, STRETCH: tl.constexpr, WI
     nans = tl.zeros((), tl.int32)
     infs = tl.zeros((), tl.int32)
     found = tl.zeros((TABLE,), tl.int32)
-    for i in range(each):
-        place = (program * each + i) * STRETCH + tl.arange(0, STRETCH)
-        inside = place < size
-        x = _widened(tl.load(numbers + place, mask=inside, other=0.0))
+    for i in range((size + STRETCH - 1) // STRETCH):
+        inside = i * STRETCH + tl.arange(0, STRETCH) < size
+        x = _loaded(address, i, size, inside, DTYPE, STRETCH)
+        if minus != 0:
+            x -= _loaded(minus, i, size, inside, DTYPE, STRETCH)
+        if scale != 0:
+            x = tl.div_rn(x, divisor)
         finite = inside & (tl.abs(x) < INFINITY)
         some = tl.sum(finite.to(tl.int32))
         lowest = tl.min(tl.where(finite, x, INFINITY))
         highest = tl.max(tl.where(finite, x, -INFINITY))
-        largest = tl.max(tl.where(finite, tl.abs(x), 0.0))
+        largest = tl.maximum(tl.where(some > 0, tl.maximum(highest, -lowest), 0.0), 0.0)
         stretch_mean, stretch_m2 = _moments(x, finite, some, largest)
         n, mean, m2 = _merged(n, mean, m2, some.to(tl.float64), stretch_mean, stretch_m2)
         low, high = tl.minimum(low, lowest), tl.maximum(high, highest)
         zeros += tl.sum((inside & (x == 0.0)).to(tl.int32))
         nans += tl.sum((inside & ~(tl.abs(x) <= INFINITY)).to(tl.int32))
         infs += tl.sum((inside & (tl.abs(x) == INFINITY)).to(tl.int32))
-        if WITH_BUCKETS:
+        if counts != 0:
             # Elements past the end are counted in a slot that is not written.
             bucket = tl.where(inside, _bucket(x.to(tl.int32, bitcast=True)), TABLE - 1)
             found += tl.histogram(bucket, TABLE)
-    if WITH_BUCKETS:
-        slot = tl.arange(0, TABLE)
-        tl.atomic_add(counts + slot, found, mask=(slot < SLOTS) & (found > 0), sem="relaxed")
-    out = partial + program * 8
-    tl.store(out, n)
-    tl.store(out + 1, mean)
-    tl.store(out + 2, m2)
-    tl.store(out + 3, low.to(tl.float64))
-    tl.store(out + 4, high.to(tl.float64))
-    tl.store(out + 5, zeros.to(tl.float64))
-    tl.store(out + 6, nans.to(tl.float64))
-    tl.store(out + 7, infs.to(tl.float64))
+    if counts != 0:
+        place = tl.arange(0, TABLE)
+        there = counts.to(tl.pointer_type(tl.int32)) + place
+        tl.atomic_add(there, found, mask=(place < SLOTS) & (found > 0), sem="relaxed")
+    _store_partial(partial.to(tl.pointer_type(tl.float64)), n, mean, m2, low, high, zeros, nans, infs)
 
 
-@triton.jit(do_not_specialize=["programs"])
-def merge_rows(partial, programs, row, PROGRAMS: tl.constexpr):  # noqa: N803
-    """All partial rows into the row; one program."""
+@triton.jit
+def _store_partial(out, n, mean, m2, low, high, zeros, nans, infs):
+    tl.store(out + N, n)
+    tl.store(out + MEAN, mean)
+    tl.store(out + M2, m2)
+    tl.store(out + LOW, low.to(tl.float64))
+    tl.store(out + HIGH, high.to(tl.float64))
+    tl.store(out + ZEROS, zeros.to(tl.float64))
+    tl.store(out + NANS, nans.to(tl.float64))
+    tl.store(out + INFS, infs.to(tl.float64))
+
+
+@triton.jit
+def _fill_slot(slot, row, partial, programs):
+    entry = slot.to(tl.pointer_type(tl.int64))
+    tl.store(entry, row)
+    tl.store(entry + 1, partial)
+    tl.store(entry + 2, programs)
+
+
+@triton.jit(do_not_specialize=["slots"])
+def merge_rows(slots: tl.int64, PROGRAMS: tl.constexpr):  # noqa: N803
+    """The partial rows of each slot into its row; one program for each slot."""
+    slot = slots.to(tl.pointer_type(tl.int64)) + tl.program_id(0).to(tl.int64) * SLOT
+    row = tl.load(slot).to(tl.pointer_type(tl.float64))
+    partial = tl.load(slot + 1).to(tl.pointer_type(tl.float64))
     i = tl.arange(0, PROGRAMS)
-    inside = i < programs
-    n = tl.load(partial + i * 8, mask=inside, other=0.0)
-    mean = tl.load(partial + i * 8 + 1, mask=inside, other=0.0)
-    m2 = tl.load(partial + i * 8 + 2, mask=inside, other=0.0)
+    inside = i < tl.load(slot + 2)
+    there = partial + i * PARTIALS
+    n = tl.load(there + N, mask=inside, other=0.0)
+    mean = tl.load(there + MEAN, mask=inside, other=0.0)
+    m2 = tl.load(there + M2, mask=inside, other=0.0)
     total = tl.sum(n)
     of_all = tl.sum(mean * (n / tl.maximum(total, 1.0)))
     away = mean - of_all
-    nans = tl.sum(tl.load(partial + i * 8 + 6, mask=inside, other=0.0))
-    infs = tl.sum(tl.load(partial + i * 8 + 7, mask=inside, other=0.0))
-    tl.store(row, total + nans + infs)
-    tl.store(row + 1, of_all)
-    tl.store(row + 2, tl.sum(tl.where(n > 0, m2 + n * away * away, 0.0)))
-    tl.store(row + 3, tl.min(tl.load(partial + i * 8 + 3, mask=inside, other=INFINITY)))
-    tl.store(row + 4, tl.max(tl.load(partial + i * 8 + 4, mask=inside, other=-INFINITY)))
-    tl.store(row + 5, tl.sum(tl.load(partial + i * 8 + 5, mask=inside, other=0.0)))
-    tl.store(row + 6, nans)
-    tl.store(row + 7, infs)
-    tl.store(row + 8, 0.0)
+    nans = tl.sum(tl.load(there + NANS, mask=inside, other=0.0))
+    infs = tl.sum(tl.load(there + INFS, mask=inside, other=0.0))
+    tl.store(row + ROW_COUNT, total + nans + infs)
+    tl.store(row + ROW_MEAN, of_all)
+    tl.store(row + ROW_M2, tl.sum(tl.where(n > 0, m2 + n * away * away, 0.0)))
+    tl.store(row + ROW_MIN, tl.min(tl.load(there + LOW, mask=inside, other=INFINITY)))
+    tl.store(row + ROW_MAX, tl.max(tl.load(there + HIGH, mask=inside, other=-INFINITY)))
+    tl.store(row + ROW_ZEROS, tl.sum(tl.load(there + ZEROS, mask=inside, other=0.0)))
+    tl.store(row + ROW_NANS, nans)
+    tl.store(row + ROW_INFS, infs)
+    tl.store(row + ROW_BASE, 0.0)

@@ -7,6 +7,7 @@ default, by name. Rules run on the background thread and never touch tensors.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from tbhooks.data.errors import ArgumentError, check_names
 from tbhooks.rules.activations import (
@@ -19,7 +20,8 @@ from tbhooks.rules.activations import (
 )
 from tbhooks.rules.engine import RuleEngine
 from tbhooks.rules.gradients import exploding_gradient, update_ratio, vanishing_gradient
-from tbhooks.rules.numerics import loss_spike, low_precision, non_finite
+from tbhooks.rules.losses import divergence, loss_spike
+from tbhooks.rules.numerics import ASKED_FORMATS, low_precision, non_finite
 from tbhooks.rules.ranks import sick_rank
 from tbhooks.rules.rule import Rule, ShippedRule
 from tbhooks.rules.training import evaluation_mode, missing_gradient, unchanged_weight
@@ -41,17 +43,24 @@ SHIPPED = (
     bad_init,
     sick_rank,
     evaluation_mode,
+    divergence,
 )
+WITHOUT = "-"
+"""Before the name of a rule that is to be left out."""
 RULES: dict[str, Rule] = {rule.name: rule for rule in SHIPPED}
 """The rules of `rules="default"`, by name."""
+_ASKED: dict[str, Rule] = {low_precision.name: low_precision(formats=ASKED_FORMATS)}
+"""What a rule becomes when it is asked for by name: it then also reports what is no issue yet."""
 
 
 def choose(rules: object) -> tuple[Rule, ...]:
     """The rules that the `rules` argument of `watch` selects.
 
     Args:
-        rules: "default", the name of a rule, or a list of names and functions, which may contain "default". A built-in
-            rule with other thresholds replaces the one in "default".
+        rules: "default", the name of a rule, or a list of names and functions, which may contain "default". A name
+            after a minus leaves that rule out: `["default", "-low_precision"]`. A built-in
+            rule with other thresholds replaces the one in "default". "low_precision" by name also reports formats
+            that are not in use.
 
     Raises:
         ArgumentError: for an unknown name, or anything that is neither a name nor callable.
@@ -64,17 +73,27 @@ def choose(rules: object) -> tuple[Rule, ...]:
     if not isinstance(rules, Iterable):
         raise ArgumentError(f'rules must be "default", () or a list of rules, got {rules!r}')
     given = tuple(rules)
-    check_names("rule", (rule for rule in given if not callable(rule)), ("default", *RULES))
+    names = [str(rule).removeprefix(WITHOUT) for rule in given if not callable(rule)]
+    check_names("rule", names, ("default", *RULES))
+    left_out = {rule.removeprefix(WITHOUT) for rule in given if isinstance(rule, str) and rule.startswith(WITHOUT)}
     chosen: dict[object, Rule] = {}
     for rule in given:
-        for each in RULES.values() if rule == "default" else [rule if callable(rule) else RULES[rule]]:
+        if isinstance(rule, str) and rule.startswith(WITHOUT):
+            continue
+        for each in RULES.values() if rule == "default" else [_asked(rule)]:
             chosen[each.name if isinstance(each, ShippedRule) else each] = each
-    return tuple(chosen.values())
+    return tuple(rule for name, rule in chosen.items() if name not in left_out)
+
+
+def _asked(rule: Any) -> Rule:
+    """The rule that an entry of the list means: a function, or a built-in rule by its name or as it is."""
+    name = rule if isinstance(rule, str) else rule.name if rule in SHIPPED else None
+    return rule if name is None else _ASKED.get(name, RULES[name])
 
 
 __all__ = [
     "RULES", "SHIPPED", "Rule", "RuleEngine", "attention_collapse", "bad_init", "choose", "collapsed_variance",
-    "dead_units", "evaluation_mode", "exploding_activation", "exploding_gradient", "loss_spike", "low_precision",
-    "missing_gradient", "non_finite", "saturated", "sick_rank", "unchanged_weight", "update_ratio",
+    "dead_units", "divergence", "evaluation_mode", "exploding_activation", "exploding_gradient", "loss_spike",
+    "low_precision", "missing_gradient", "non_finite", "saturated", "sick_rank", "unchanged_weight", "update_ratio",
     "vanishing_gradient",
 ]  # fmt: skip

@@ -10,7 +10,7 @@ import numpy as np
 from tbhooks.data.frame import Site
 from tbhooks.data.stats import LOWER, ZEROS, Floats
 from tbhooks.rules.rule import RuleHit, rule, times
-from tbhooks.rules.run_view import Flags, RunView, Series, in_every_frame, median
+from tbhooks.rules.run_view import Flags, RunView, Series, in_every_frame, median, usual_maximum
 
 _MIN_VALUES = 16
 """The distribution of fewer values says nothing."""
@@ -21,13 +21,14 @@ _FEW_POSITIONS = 8
 def exploding_activation(view: RunView, *, factor: float = 1000.0) -> Iterator[RuleHit]:
     """The output of a module has become far too large; names the first such module in execution order.
 
-    Reported when the RMS of an output is `factor` times its value in the first frame, and `factor` times that of the
-    median module and of the very first module in that frame. In the first frame itself: when it is `factor` times
-    that of the first quarter of all modules. Logits that start near zero grow a hundredfold in normal runs. Mask
-    values (-torch.finfo().max, -1e9) are ignored. An error once training has begun, a warning before.
+    Reported when the RMS of an output is `factor` times its reference value (the first logged step's, or the median of
+    the first five, the larger), and `factor` times that of the median module and of the very first module. In the
+    first frame itself: when it is `factor` times that of the first quarter of all modules. Logits that start near zero
+    grow a hundredfold in normal runs. Mask values (-torch.finfo().max, -1e9) are ignored. An error once training has
+    begun, a warning before.
     Try a lower learning rate, normalisation, or a smaller initial scale.
     """
-    now, first = view.now("activation").unmasked("rms")[0], view.first("activation").unmasked("rms")[0]
+    now, first = view.now("activation").unmasked("rms")[0], usual_maximum(view.start("activation").unmasked("rms"))
     if not np.isfinite(first).any():
         return
     if len(view.frames) == 1:
@@ -172,7 +173,8 @@ def collapsed_variance(view: RunView, *, share: float = 0.05, frames: int = 2) -
     """The outputs of a layer have become nearly constant: the representation has collapsed.
 
     Reported when the standard deviation of the output of a module with weights, or before one, is below `share` of
-    its value in the first frame, or 1e-4 of its own RMS, in each of the last `frames` frames. Normal layers keep a
+    its value in the first frame and below half of its median in the first five, or below 1e-4 of its own RMS, in each
+    of the last `frames` frames: it has collapsed, and the first frame was not merely a bad batch. Normal layers keep a
     third of their standard deviation or more. An error if it was above 1e-4 of the RMS at first and is below now.
     Outputs that are equal for all samples but differ between units cannot be recognised from these statistics.
     Try a stop-gradient or negatives in a contrastive loss, less weight decay, a smaller weight of the KL term.
@@ -181,12 +183,13 @@ def collapsed_variance(view: RunView, *, share: float = 0.05, frames: int = 2) -
         return
     series = view.last("activation", frames)
     std, rms = series.stat("std"), series.stat("rms")
-    start = view.first("activation")
-    first = start.stat("std")[0]
-    small = ((std < share * first) | (std < 1e-4 * rms)) & (series.stat("count") >= _MIN_VALUES) & (rms > 0)
+    start = view.start("activation", frames)
+    first, usual = start.stat("std")[0], median(start.stat("std").T)
+    small = ((std < share * first) & (std < 0.5 * usual)) | (std < 1e-4 * rms)
+    small &= (series.stat("count") >= _MIN_VALUES) & (rms > 0)
     # Losses come after the last weights and are meant to vanish.
     checked = np.arange(len(series.sites)) <= _last_with_weights(view)
-    checked &= ~(series.is_masked.any(axis=0) | start.is_masked[0])
+    checked &= ~(series.is_masked.any(axis=0) | start.is_masked.any(axis=0))
     constant = in_every_frame(std < 1e-4 * rms) & (first >= 1e-4 * start.stat("rms")[0])
     flagged = np.flatnonzero(in_every_frame(small) & checked)
     if len(flagged):

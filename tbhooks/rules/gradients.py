@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from tbhooks.data.frame import GRADIENT_NORM, RAW_GRADIENT_NORM, Frame, Severity, Site
+from tbhooks.data.frame import GRADIENT_NORM, Frame, Severity, Site
 from tbhooks.data.stats import BASE, Floats
-from tbhooks.rules.numerics import losses
+from tbhooks.rules.losses import losses
 from tbhooks.rules.rule import RuleHit, rule, times
-from tbhooks.rules.run_view import Flags, Indices, RunView, Series, in_every_frame, is_bias, median
+from tbhooks.rules.run_view import (
+    Flags,
+    Indices,
+    RunView,
+    Series,
+    in_every_frame,
+    is_bias,
+    median,
+    total_gradient,
+    usual_maximum,
+)
 
 LOOK_BACK = 20
 """How many frames suffice to say that something has always been so."""
+_MIN_VALUES = 2
 _EXPLOSION_REMEDY = (
     "Reduce the learning rate, clip gradients (torch.nn.utils.clip_grad_norm_), or use warm-up or normalisation"
 )
@@ -25,12 +36,13 @@ def exploding_gradient(
 ) -> Iterator[RuleHit]:
     """Gradients are far larger than before, or grow from layer to layer during backward.
 
-    Reported when the norm of all weight gradients is `factor` times the larger of the first frame's and the median of
-    at least `least_frames` so far; or when the gradients of outputs (RMS) grow `depth`-fold from the loss to the first
-    layers. If the script clips gradients, the norm after clipping is checked; the norm before clipping is reported
-    with severity info. Normal runs stay within 10x. The first frame counts because in a converged run one hard batch
-    can exceed the median a thousandfold and still be smaller than at the start. Names the last module in forward order
-    that is affected: backward reaches it first.
+    Reported when the norm of all weight gradients is `factor` times its reference value: the largest of the first
+    logged step's, the median of the first five, and the median of all so far, at least `least_frames`; or when the
+    gradients of outputs (RMS) grow `depth`-fold from the loss to the first layers. If the script clips gradients, the
+    norm after clipping is checked; the norm before clipping is reported with severity info. Normal runs stay within
+    10x. The first logged step counts because in a converged run one hard batch can exceed the median a thousandfold
+    and still be smaller than at the start. Names the last module in forward order that is affected: backward reaches
+    it first.
     Try a lower learning rate, gradient clipping, warm-up, or normalisation.
     """
     if not view.was_skipped:
@@ -41,12 +53,11 @@ def exploding_gradient(
 def _growth_over_time(view: RunView, factor: float, least_frames: int) -> Iterator[RuleHit]:
     used = float(view.frame.scalars.get(GRADIENT_NORM, np.nan))
     is_clipped = used < 0.99 * total_gradient(view.frame)
-    norms = [f.scalars.get(GRADIENT_NORM, np.nan) if is_clipped else total_gradient(f) for f in view.frames]
-    growth = _growth(norms, factor, least_frames)
+    growth = _growth(view, _used_gradient if is_clipped else total_gradient, factor, least_frames)
     if growth is not None:
         yield _explosion(view, factor, *growth, "", _EXPLOSION_REMEDY, "error")
     elif is_clipped:
-        growth = _growth([total_gradient(frame) for frame in view.frames], factor, least_frames)
+        growth = _growth(view, total_gradient, factor, least_frames)
         if growth is not None:
             yield _explosion(
                 view, factor, *growth, f" before clipping (to {used:.3g})",
@@ -54,12 +65,19 @@ def _growth_over_time(view: RunView, factor: float, least_frames: int) -> Iterat
             )  # fmt: skip
 
 
-def _growth(norms: Sequence[float], factor: float, least_frames: int) -> tuple[float, float] | None:
+def _used_gradient(frame: Frame) -> float:
+    return float(frame.scalars.get(GRADIENT_NORM, np.nan))
+
+
+def _growth(
+    view: RunView, norm_of: Callable[[Frame], float], factor: float, least_frames: int
+) -> tuple[float, float] | None:
     """The newest norm and its reference value, if the ratio is above `factor`."""
-    past, now = np.array(norms[:-1]), norms[-1]
+    past, now = np.array([norm_of(frame) for frame in view.frames[:-1]]), norm_of(view.frame)
     if np.count_nonzero(np.isfinite(past)) < least_frames or not np.isfinite(now):
         return None
-    reference = float(np.fmax(past[0], np.nanmedian(past)))
+    early = np.array([[norm_of(frame)] for frame in view.early()])
+    reference = float(np.fmax(usual_maximum(early)[0], np.nanmedian(past)))
     return (float(now), reference) if reference > 0 and now > factor * reference else None
 
 
@@ -76,15 +94,10 @@ def _explosion(
     )  # fmt: skip
 
 
-def total_gradient(frame: Frame) -> float:
-    """The norm of all gradients before clipping; after clipping where only that is known."""
-    return float(frame.scalars.get(RAW_GRADIENT_NORM, frame.scalars.get(GRADIENT_NORM, np.nan)))
-
-
 def _first_growth(view: RunView, factor: float) -> tuple[Site | None, int]:
     """The first site, in backward order, whose gradient has grown, and the number of others."""
     for kind in ("gradient", "weight_gradient"):
-        now, first = view.now(kind).stat("rms")[0], view.first(kind).stat("rms")[0]
+        now, first = view.now(kind).stat("rms")[0], usual_maximum(view.start(kind).stat("rms"))
         growth = np.where(first > 0, now / np.where(first > 0, first, 1.0), np.nan)
         if np.isfinite(growth).any():
             grown = np.flatnonzero(growth >= min(factor, 0.5 * float(np.nanmax(growth))))
@@ -118,8 +131,9 @@ def vanishing_gradient(
 ) -> Iterator[RuleHit]:
     """Gradients vanish during backward, so that the first layers do not learn; or all gradients are exactly zero.
 
-    Reported when the gradients (RMS) of at least three outputs, up to the very first, are below `share` of those near
-    the loss in each of the last `frames` frames. Normal models of any depth keep about a hundredth; a branch that is
+    Reported when the gradients of at least three outputs, up to the very first, are below `share` of the gradient at
+    the loss (the largest in the last quarter of all outputs), by RMS and by norm, in each of the last `frames` frames.
+    Normal models of any depth keep about a hundredth; a branch that is
     initialised to zero has none at first. Names the module, in backward order, at which they fall below. An error when
     all weight gradients are exactly zero in each of the last `zero_frames` frames and always were; a warning if they
     were not before, and info if the logged loss is zero as well.
@@ -130,8 +144,8 @@ def vanishing_gradient(
     rms = series.stat("rms")
     if len(rms) < frames or rms.shape[1] < 6:
         return
-    near = median(rms[:, : max(rms.shape[1] // 4, 1)])[:, None]
-    flagged = _tail(in_every_frame(rms < share * near))
+    near, near_norm = (_at_the_loss(series, stat) for stat in ("rms", "norm"))
+    flagged = _tail(in_every_frame((rms < share * near) & (series.stat("norm") < share * near_norm)))
     if len(flagged) < 3 or (rms[-1, flagged] == 0).all():
         return  # zero from one layer to the next is a cut: left to missing_gradient and dead_units
     i, last = flagged[0], flagged[-1]
@@ -149,6 +163,17 @@ def vanishing_gradient(
         since=view.step(frames - 1),
         others=len(flagged) - 1,
     )  # fmt: skip
+
+
+def _at_the_loss(series: Series, stat: str) -> Floats:
+    """The largest gradient in the first quarter of the outputs in backward order, without losses and other scalars.
+
+    The median would have vanished itself where only the last layers still have a gradient.
+    """
+    quarter = max(len(series.sites) // 4, 1)
+    values = np.where(series.stat("count") >= _MIN_VALUES, series.stat(stat), np.nan)
+    known = values[:, :quarter] if np.isfinite(values[:, :quarter]).any() else values
+    return np.asarray(np.fmax.reduce(known, axis=1))[:, None]
 
 
 def _all_gradients_zero(view: RunView, frames: int) -> Iterator[RuleHit]:
@@ -229,7 +254,7 @@ def _ratio_of_all(series: Series, chosen: Indices) -> float:
 
 
 def _finite_ratios(series: Series, chosen: Indices) -> Floats:
-    """The ratios; NaN for weights that are zero, where the ratio is infinite."""
+    """The ratios; NaN for weights that are zero, which have none."""
     ratio = series.stat("ratio")[:, chosen]
     return np.where(np.isfinite(ratio), ratio, np.nan)
 

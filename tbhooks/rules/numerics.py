@@ -1,4 +1,4 @@
-"""Issues of the values themselves: NaN and infinity, the range of a dtype, spikes of the loss."""
+"""Issues of the values themselves: NaN and infinity, and the range of a dtype."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ import numpy as np
 
 from tbhooks.data.frame import NONFINITE_SINCE, SCALE, Frame, Severity, Site
 from tbhooks.data.stats import COUNT, FORMATS, INFS, MAX, MIDDLE, MIN, NANS, UPPER, ZEROS, Floats
+from tbhooks.rules.losses import losses
 from tbhooks.rules.rule import RuleHit, describe, rule, rule_of_every_frame
 from tbhooks.rules.run_view import RunView, is_bias
 
 _GRADIENTS = ("gradient", "weight_gradient")
+IN_USE = "in use"
+ASKED_FORMATS = ("float16", "bfloat16", "float8_e5m2")
+"""The formats that `rules=["low_precision"]` asks about."""
 
 
 @rule_of_every_frame
@@ -71,7 +75,7 @@ def _origin(view: RunView, sites: list[Site]) -> tuple[str, dict[str, int]]:
         return ". It is the first tensor affected in this step", {}
     before = view.frames[-2].step if len(view.frames) > 1 else -1
     where = f"after step {before}" if before >= 0 else "before the first logged step"
-    return f". {weights} weights were not finite before this step: it started {where}", {"sick_weights": weights}
+    return f". {weights} weights were not finite before this step: it started {where}", {"affected_weights": weights}
 
 
 def _nonfinite_losses(view: RunView) -> Iterator[RuleHit]:
@@ -84,54 +88,37 @@ def _nonfinite_losses(view: RunView) -> Iterator[RuleHit]:
             )  # fmt: skip
 
 
-def losses(frame: Frame) -> list[tuple[str, float]]:
-    """The user's logged scalars with "loss" in their name."""
-    return [(tag, v) for tag, v in frame.scalars.items() if tag.startswith("train/") and "loss" in tag.lower()]
-
-
 @rule
-def loss_spike(view: RunView, *, factor: float = 5.0, reach: float = 2.0, least_frames: int = 5) -> Iterator[RuleHit]:
-    """The loss is far above all previous values: a corrupt batch, a wrong label file, or a step that was too large.
-
-    Reported when a logged `train/...loss...` exceeds its previous maximum by `factor` times the interquartile range of
-    the last ten values, and is `reach` times as far from their median as the maximum, after `least_frames` frames.
-    The maximum includes the untrained model's loss, so that an unlucky batch late in training stays below.
-    Try to inspect the batch of that step, clip gradients, or go back to an earlier checkpoint.
-    """
-    for tag, loss in losses(view.frame):
-        past = np.array([f.scalars[tag] for f in view.frames[:-1] if np.isfinite(f.scalars.get(tag, np.nan))])
-        if len(past) < least_frames or not np.isfinite(loss):
-            continue
-        low, typical, high = np.percentile(past[-10:], (25, 50, 75))
-        limit = max(past.max() + factor * (high - low), typical + reach * (past.max() - typical))
-        if loss > limit:
-            yield RuleHit(
-                None, f"Loss spike: {tag} is {loss:.4g} (recent median {typical:.4g}, previous maximum "
-                f"{past.max():.4g})",
-                "Inspect the batch of this step, clip gradients, or go back to an earlier checkpoint",
-                evidence={"loss": loss, "usual": float(typical), "largest": float(past.max()),
-                          "excess": float((loss - typical) / max(limit - typical, 1e-30))},
-            )  # fmt: skip
-
-
-@rule
-def low_precision(
-    view: RunView, *, share: float = 0.5, formats: tuple[str, ...] = ("float16", "bfloat16", "float8_e5m2")
-) -> Iterator[RuleHit]:
-    """Values that would underflow or overflow in a narrower dtype.
+def low_precision(view: RunView, *, share: float = 0.5, formats: tuple[str, ...] = (IN_USE,)) -> Iterator[RuleHit]:
+    """Values that underflow or overflow in a narrower dtype which is in use, as with autocast.
 
     Reported with severity info when `share` of the nonzero values of a tensor would underflow, or any would overflow,
-    in one of `formats`. For float8 each tensor is scaled to the range of the dtype, as in practice. A warning if a
-    tensor already is in float16 and gets near the end of its range, or most of its values are subnormal and have lost
-    precision.
+    in one of `formats`. "in use" stands for float16 and bfloat16 where a quarter of the outputs or weights have such
+    values, and for float16 with a GradScaler. `rules=["default", "low_precision"]` asks about float16, bfloat16 and
+    float8_e5m2 whether or not they are in use. For float8 each tensor is scaled to the range of the dtype, as in
+    practice. A warning if a tensor already is in float16 and gets near the end of its range, or most of its values are
+    subnormal and have lost precision.
     Try bfloat16, a GradScaler, or excluding the module from autocast.
     """
+    if not view.frame.buckets.shape[1]:
+        return
+    in_use = _formats_in_use(view)
+    names = dict.fromkeys(name for one in formats for name in (in_use if one == IN_USE else (one,)))
     for kind in ("activation", "gradient", "weight", "weight_gradient"):
-        if view.sites(kind) and view.frame.buckets.shape[1]:
+        if view.sites(kind):
             sizes = _Sizes(view, kind)
             yield from _loss_in_float16(view, sizes, share)
-            for name in formats:
-                yield from _loss_in(sizes, name, share)
+            for name in names:
+                yield from _loss_in(sizes, name, share, name in in_use)
+
+
+def _formats_in_use(view: RunView) -> list[str]:
+    """The narrow dtypes of the model: those of a quarter of its outputs or weights; float16 with a GradScaler."""
+    found = ["float16"] if SCALE in view.frame.scalars else []
+    for name, bits in _SIGNIFICANT_BITS.items():
+        if any(_in_format(view, kind, bits) for kind in ("activation", "weight")):
+            found.append(name)
+    return list(dict.fromkeys(found))
 
 
 class _Sizes:
@@ -155,7 +142,7 @@ class _Sizes:
         return np.where(buckets >= 0, below / np.maximum(self._below[:, -1], 1), 0.0)
 
 
-def _loss_in(sizes: _Sizes, name: str, share: float) -> Iterator[RuleHit]:
+def _loss_in(sizes: _Sizes, name: str, share: float, is_in_use: bool) -> Iterator[RuleHit]:
     """What would be lost if the tensors were in another dtype."""
     smallest, largest = FORMATS[name]
     scaled, peak = name.startswith("float8"), sizes.peak
@@ -168,7 +155,8 @@ def _loss_in(sizes: _Sizes, name: str, share: float) -> Iterator[RuleHit]:
         yield RuleHit(
             sizes.sites[i],
             f"{values} of {describe(sizes.sites[i])} would {'overflow' if over[i] else 'underflow'} in {name} "
-            f"(not in use now{', scaled to its range' if scaled else ''})",
+            f"({'in use elsewhere in this model' if is_in_use else 'not in use now'}"
+            f"{', scaled to its range' if scaled else ''})",
             "Before training in that format, consider bfloat16, a GradScaler, or excluding this module from autocast",
             "info",
             {"format": name, "abs_max": float(peak[i]), "flushed": float(flushed[i])},
@@ -186,7 +174,7 @@ def _loss_in_float16(view: RunView, sizes: _Sizes, share: float) -> Iterator[Rul
     peak = sizes.peak * scale
     subnormal = sizes.share_below(np.full(len(peak), _MIN_NORMAL / scale))
     lost = np.flatnonzero((subnormal >= share) | (peak >= _NEAR_MAXIMUM))
-    in_float16 = _in_float16(view, kind) if len(lost) else set()
+    in_float16 = _in_format(view, kind, _SIGNIFICANT_BITS["float16"]) if len(lost) else set()
     flagged = [i for i in lost if sizes.sites[i].name in in_float16]
     if flagged:
         i = flagged[0]
@@ -202,15 +190,21 @@ def _loss_in_float16(view: RunView, sizes: _Sizes, share: float) -> Iterator[Rul
         )
 
 
-def _in_float16(view: RunView, kind: str) -> set[str]:
-    """Names of the sites that are in float16; a gradient has the dtype of its output or weight.
+# How many bits a value has, and how many the next narrower dtype has: fewer bits say nothing.
+_SIGNIFICANT_BITS = {"float16": (11, 8), "bfloat16": (8, 4)}
 
-    Recognised by the minimum and maximum, which then have eleven significant bits; without float16 hardly any do.
+
+def _in_format(view: RunView, kind: str, bits: tuple[int, int]) -> set[str]:
+    """Names of the sites with so many significant bits; a gradient has the dtype of its output or weight.
+
+    Recognised by the minimum and maximum: those of float32 tensors hardly ever have so few bits. Empty if these are
+    less than a quarter of all sites.
     """
+    most, fewest = bits
     source = {"gradient": "activation", "weight_gradient": "weight"}.get(kind, kind)
     extremes = view.now(source).values[0][:, [MIN, MAX]]
-    bits = np.frexp(np.nan_to_num(extremes, nan=0.0, posinf=0.0, neginf=0.0))[0]
-    half = (np.ldexp(bits, 11) % 1 == 0).all(axis=1) & ~(np.ldexp(bits, 8) % 1 == 0).all(axis=1)
-    if np.count_nonzero(half) < max(0.25 * len(half), 1):
+    mantissas = np.frexp(np.nan_to_num(extremes, nan=0.0, posinf=0.0, neginf=0.0))[0]
+    fits = (np.ldexp(mantissas, most) % 1 == 0).all(axis=1) & ~(np.ldexp(mantissas, fewest) % 1 == 0).all(axis=1)
+    if np.count_nonzero(fits) < max(0.25 * len(fits), 1):
         return set()
-    return {site.name for site, fits in zip(view.sites(source), half, strict=True) if fits}
+    return {site.name for site, is_one in zip(view.sites(source), fits, strict=True) if is_one}

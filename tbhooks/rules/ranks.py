@@ -41,7 +41,7 @@ def sick_rank(view: RunView, *, times: float = 10.0, frames: int = 2) -> Iterato
             f"Rank {rank}: {site.kind}.{_COMPARED[site.kind]} of {site.name} is {times_text(ratio)} the median of all "
             "ranks",
             _REMEDY,
-            evidence={"rank": rank, "times": ratio, "excess": ratio / times},
+            evidence={"rank": rank, "ratio": ratio, "excess": ratio / times},
             since=view.step(frames - 1),
             others=len(sites) - 1,
         )

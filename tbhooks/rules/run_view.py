@@ -13,9 +13,16 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from tbhooks.data.frame import ROOT, SKIPPED, Frame, Site
+from tbhooks.data.frame import GRADIENT_NORM, RAW_GRADIENT_NORM, ROOT, SKIPPED, Frame, Site
 from tbhooks.data.history import History
 from tbhooks.data.stats import COUNT, STATS, WIDTH, Counts, Floats
+
+EARLY = 5
+"""How many early frames make a reference value."""
+# A frame in which one of these was found is not part of a reference value.
+_NOT_USUAL = frozenset({
+    "exploding_gradient", "exploding_activation", "collapsed_variance", "divergence", "loss_spike", "non_finite",
+})  # fmt: skip
 
 Flags = NDArray[np.bool_]
 Indices = NDArray[np.intp]
@@ -53,8 +60,9 @@ class Series:
 class RunView:
     """The training frames of a history. `frame` is the newest one, which the rules check."""
 
-    def __init__(self, frames: Sequence[Frame]) -> None:
+    def __init__(self, frames: Sequence[Frame], early: Sequence[Frame] = ()) -> None:
         self.frames = tuple(frames)
+        self._first_frames = tuple(early) or self.frames
         self.frame = self.frames[-1]
         self._sites: dict[str, tuple[Site, ...]] = {}
         self._owners: dict[str, frozenset[str]] = {}
@@ -69,9 +77,19 @@ class RunView:
     def now(self, kind: str) -> Series:
         return self.last(kind, 1)
 
-    def first(self, kind: str) -> Series:
-        """The same sites in the first frame."""
-        return self._series(kind, [0])
+    def early(self, newest: int = 1) -> tuple[Frame, ...]:
+        """The frames of reference values: the first of the run, and the next in which nothing unusual was found.
+
+        The newest frames, which are compared with them, do not count, but the first of the run always does.
+        """
+        until = self.frames[-min(newest, len(self.frames))].step
+        before = [frame for frame in self._first_frames if frame.step < until]
+        usual = [frame for frame in before[1:] if not any(f.rule in _NOT_USUAL for f in frame.findings)]
+        return (self._first_frames[0], *usual)[:EARLY]
+
+    def start(self, kind: str, newest: int = 1) -> Series:
+        """The newest frame's sites in the early frames; the first frame of the run is first."""
+        return Series(self.sites(kind), np.stack([self._aligned(kind, frame) for frame in self.early(newest)]))
 
     def last(self, kind: str, count: int) -> Series:
         """The same sites in the last `count` frames, or in all frames if there are fewer; the newest is last."""
@@ -154,9 +172,19 @@ def median(values: Floats) -> Floats:
     return np.where(empty, np.nan, np.nanmedian(filled, axis=-1))
 
 
+def usual_maximum(values: Floats) -> Floats:
+    """A reference for what must not grow: the first frame's value or the median of the early ones, the larger."""
+    return np.asarray(np.fmax(values[0], median(values.T)))
+
+
 def in_every_frame(flags: Flags) -> Flags:
     """Which sites are flagged in each frame of `flags[frame, site]`."""
     return np.asarray(flags.all(axis=0))
+
+
+def total_gradient(frame: Frame) -> float:
+    """The norm of all gradients before clipping; after clipping where only that is known."""
+    return float(frame.scalars.get(RAW_GRADIENT_NORM, frame.scalars.get(GRADIENT_NORM, np.nan)))
 
 
 def owner(parameter: str) -> str:
@@ -184,5 +212,8 @@ def view_of(history: History, evaluations: bool = False) -> RunView | None:
         return RunView(frames[-1:]) if evaluations else None
     view = _views.get(history)
     if view is None or view.frame is not frames[-1]:
-        view = _views[history] = RunView([frame for frame in frames if frame.sites and not frame.is_evaluation])
+        view = _views[history] = RunView(
+            [frame for frame in frames if frame.sites and not frame.is_evaluation],
+            [frame for frame in history.early if frame.sites],
+        )
     return view

@@ -8,9 +8,9 @@ import numpy as np
 
 from tbhooks.data.frame import EVALUATION_SINCE, MISSING_GRADIENT, Site
 from tbhooks.data.stats import COUNT, M2, MAX, MEAN, MIN, ZEROS
-from tbhooks.rules.gradients import LOOK_BACK, learning_rate, matrices, total_gradient, weights_with_gradient
+from tbhooks.rules.gradients import LOOK_BACK, learning_rate, matrices, weights_with_gradient
 from tbhooks.rules.rule import RuleHit, rule
-from tbhooks.rules.run_view import Flags, RunView, Series, in_every_frame, owner
+from tbhooks.rules.run_view import Flags, RunView, Series, in_every_frame, owner, total_gradient
 
 
 @rule
@@ -67,7 +67,7 @@ def _zero_learning_rate(view: RunView, frames: int) -> Iterator[RuleHit]:
 def _may_rest(view: RunView, frames: int) -> bool:
     """Whether a learning rate is zero or the run has converged, so that small updates are expected."""
     rates = [v for f in view.frames[-frames:] for tag, v in f.scalars.items() if tag.startswith("train.lr/")]
-    return 0 in rates or total_gradient(view.frame) < 1e-3 * total_gradient(view.frames[0])
+    return 0 in rates or total_gradient(view.frame) < 1e-3 * total_gradient(view.early()[0])
 
 
 def _is_same(weights: Series) -> Flags:

@@ -341,7 +341,15 @@ def wrong_labels() -> Training:
 def gradients_below_float16() -> Training:
     model = mlp()
     loss_of = classify(model)
-    return Training(model, stepper(adam(model), lambda number: loss_of(number) * 1e-7))
+    step = stepper(adam(model), lambda number: loss_of(number) * 1e-7)
+    return Training(model, step, rules=("default", "low_precision"))
+
+
+def diverges_slowly() -> Training:
+    """The optimizer maximises the loss by mistake, at a learning rate at which nothing explodes."""
+    model = mlp()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, maximize=True)
+    return Training(model, stepper(optimizer, classify(model)), every=5)
 
 
 AFFECTED = (
@@ -387,5 +395,6 @@ AFFECTED = (
     Case("representation collapse", representation_collapse, ("collapsed_variance",), ("2",), onset=20),
     Case("corrupt batch", corrupt_batch, ("loss_spike",), onset=120),
     Case("wrong labels", wrong_labels, ("loss_spike",), onset=140),
+    Case("diverges slowly", diverges_slowly, ("divergence",), onset=45, severity="error"),
     Case("gradients below float16", gradients_below_float16, ("low_precision",), severity="info"),
 )

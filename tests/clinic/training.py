@@ -30,6 +30,7 @@ class Training:
     steps: int = STEPS
     every: int = EVERY
     kinds: tuple[str, ...] = KINDS
+    rules: str | Sequence[str] = "default"
     evaluated: bool = False
 
 
@@ -50,7 +51,7 @@ def train(case: Case, seed: int = 0) -> tuple[History, list[Finding], int]:
     """Trains a case with a watch; returns the history, the findings and `every`."""
     torch.manual_seed(seed)
     training = case.make()
-    with tbhooks.watch(training.model, every=training.every, kinds=training.kinds) as watching:
+    with tbhooks.watch(training.model, every=training.every, kinds=training.kinds, rules=training.rules) as watching:
         if training.evaluated:
             watching.evaluation()
         for number in range(training.steps):

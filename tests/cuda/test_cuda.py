@@ -35,6 +35,8 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         pytest.skip("Triton is not installed")
     if request.param == "torch":
         monkeypatch.setattr(triton, "failure", "left out by a test")
+    else:
+        triton.prepare(torch.device("cuda", torch.cuda.current_device()))
     yield request.param
     if request.param == "triton":
         assert triton.failure == ""
@@ -120,7 +122,9 @@ def test_what_two_launches_say_is_what_the_reference_says() -> None:
     tensor = tensor_of((1_000_003,), torch.float32, "sprinkled", "contiguous", 6)
     row = torch.zeros(stats.WIDTH, dtype=torch.float64, device="cuda")
     counts = torch.zeros(histogram.SLOTS, dtype=torch.int32, device="cuda")
-    triton.launch(tensor.cuda(), row, counts)
+    scratch, on_gpu = triton.Scratch(row.device), tensor.cuda()
+    scratch.reduce(triton.Job(on_gpu, None, None, row.data_ptr(), counts.data_ptr()))
+    scratch.merge()
     expected = reference.bucket_counts(reference.to_numpy(tensor))
     assert np.array_equal(counts[: stats.BUCKETS].cpu().numpy(), expected)
     assert counts.sum() == tensor.numel()
@@ -213,7 +217,10 @@ def test_a_kernel_that_fails_to_compile_is_replaced_and_named(monkeypatch: pytes
         raise RuntimeError("no ptxas")
 
     monkeypatch.setattr(triton, "failure", "")
-    monkeypatch.setattr(triton, "launch", broken)
+    monkeypatch.setattr(triton, "_ready", set())
+    monkeypatch.setattr(triton, "_begun", set())
+    monkeypatch.setattr(triton, "_try_all", broken)
+    triton.prepare(torch.device("cuda", torch.cuda.current_device()))
     tensor = torch.randn(1000)
     reading = reduced(tensor.cuda())
     assert_same_stats(lambda name: getattr(reading, name), reference.to_numpy(tensor))

@@ -492,3 +492,35 @@ def test_units_are_not_alive_because_of_a_forward_without_backward(unused: str, 
             name, kind = ("1:relu", "functional") if functional else ("1", "activation")
             assert watching.latest[name, kind].dead_fraction == pytest.approx(2 / 8)
     assert watching.stats.errors == 0, watching.stats.messages
+
+
+@pytest.mark.parametrize("when", ["before", "between", "after"])
+@pytest.mark.parametrize("unused", UNUSED)
+def test_collectors_leave_out_forwards_without_backward(unused: str, when: str) -> None:
+    """Channels have the numbers of the training forwards, and images show the first of them."""
+    sinks = []
+    for runs_unused in (False, True):
+        torch.manual_seed(0)
+        model, sink = mlp(), tbhooks.MemorySink()
+        optimizer = sgd(model)
+        with tbhooks.watch(model, sink, every=1).per_channel("0").images("0") as watching:
+            for step in range(3):
+                if when == "before" and runs_unused:
+                    UNUSED[unused](model)
+                loss = model(batch(step)).square().mean()
+                if when == "between" and runs_unused:
+                    UNUSED[unused](model)
+                loss.backward()
+                if when == "after" and runs_unused:
+                    UNUSED[unused](model)
+                model(batch(10 + step)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert watching.stats.errors == 0, watching.stats.messages
+        sinks.append(sink)
+    alone, mixed = ([artifact for frame in sink.frames for artifact in frame.artifacts] for sink in sinks)
+    assert len(alone) == len(mixed) > 6
+    for expected, got in zip(alone, mixed, strict=True):
+        assert type(expected) is type(got)
+        for name in ("values", "counts", "pixels"):
+            np.testing.assert_array_equal(getattr(got, name, 0), getattr(expected, name, 0))

@@ -25,8 +25,9 @@ CHROMIUM = Path("/usr/bin/chromium")
 # So many processes; TBHOOKS_TEST_PROCESSES=0 runs all tests in one.
 PARALLEL = ("-n", os.environ.get("TBHOOKS_TEST_PROCESSES", "3"), "--dist", "loadgroup")
 TRITON = "tests/unit/reduction/test_triton.py"
+COMPILED = "tests/unit/reduction/test_triton_compiled.py"
 # These have groups of their own, which set up what they need.
-OTHERS = ("--ignore=tests/browser", "--ignore=tests/trackers", f"--ignore={TRITON}")
+OTHERS = ("--ignore=tests/browser", "--ignore=tests/trackers", f"--ignore={TRITON}", f"--ignore={COMPILED}")
 DEPEND_ON_TORCH = (
     "tests/loops",
     "tests/unit/capture",
@@ -70,6 +71,7 @@ GROUPS: dict[str, Group] = {
     "slow": Group((*PARALLEL, *OTHERS, "-m", "slow")),
     "browser": Group(("tests/browser",), _browser),
     "triton": Group((TRITON,), _triton, environment={"TRITON_INTERPRET": "1", "PYTHONPATH": str(VENV / "triton")}),
+    "triton-compiled": Group((COMPILED,), _triton, environment={"PYTHONPATH": str(VENV / "triton")}),
     "trackers": Group(("tests/trackers",), _trackers, str(VENV / "trackers" / "bin" / "python")),
 }
 

@@ -1,4 +1,4 @@
-"""What the README and the docstrings say is true: tables are as measured, examples run, links lead somewhere."""
+"""What the README, the docs and the docstrings say is true: tables are as measured, examples run, links work."""
 
 from __future__ import annotations
 
@@ -10,14 +10,24 @@ from pathlib import Path
 import pytest
 
 import tbhooks
+from tests.support import docs
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def test_the_tables_are_those_the_benchmarks_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    assert importlib.import_module("readme").filled(README) == README
+    readme = importlib.import_module("readme")
+    for page in readme.PAGES:
+        text = page.read_text()
+        assert "made by benchmarks/readme.py" in text
+        assert readme.filled(text) == text, page.name
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.splitlines()) <= 150
 
 
 @pytest.mark.parametrize("name", ["tbhooks.api.watch", "tbhooks.api.peek"])
@@ -27,10 +37,16 @@ def test_the_examples_run(name: str) -> None:
     assert doctest.testmod(module).failed == 0
 
 
-def test_links_to_files_lead_somewhere() -> None:
-    targets = [target for target in re.findall(r"\]\(([^)#]+)\)", README) if "://" not in target]
-    assert targets
-    assert [target for target in targets if not (ROOT / target).exists()] == []
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_to_files_lead_somewhere(page: Path) -> None:
+    targets = [target for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()) if "://" not in target]
+    assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if docs.blocks(page)], ids=lambda page: page.name)
+def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    docs.run(page)
 
 
 def test_every_option_of_watch_is_in_the_readme() -> None:

@@ -64,7 +64,7 @@ class GraphReader:
             return
         record_tensor(recorder, _site(recorder, hook, kind, index), tensor, self._report, forward)
         if not is_provisional and (hook.collects_inputs if kind == "input" else hook.collects_outputs):
-            self._outputs.collect(hook.path, kind, index, tensor)
+            self._outputs.collect(hook.path, kind, index, tensor, forward)
         if kind != "activation":
             return
         (forward.paths if is_provisional else context.called).add(hook.path)

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from tbhooks.capture import tensor_tree
 from tbhooks.capture.autograd import is_traced, without_dispatch_modes
-from tbhooks.capture.functional import attention
+from tbhooks.capture.functional import attention, redispatch
 from tbhooks.capture.retries import Retries
 from tbhooks.data.self_report import Report, describe_exception
 from tbhooks.reduction.torch_private import look_up, missing
@@ -66,8 +66,10 @@ OPERATIONS: dict[Operation, str] = {
     if operation is not None
 }
 """The observed functions, in every spelling, and the name of each."""
-# Python functions inside which operations are observed too, from torch 2.13 on. Of others only the outermost call is.
-COMPOSITE = frozenset({F.multi_head_attention_forward} if hasattr(torch.overrides, "redispatch_function") else ())
+# Python functions inside which operations are observed too. Of others only the outermost call is.
+COMPOSITE = frozenset(
+    {F.multi_head_attention_forward} if redispatch.is_possible(F.multi_head_attention_forward) else ()
+)
 
 ATTENTION = frozenset({"softmax", "scaled_dot_product_attention"})
 # These leave their fused path if a mode is active, and the last bits may differ.
@@ -225,7 +227,7 @@ class _Mode(OwnMode):
     def _open(self, func: Operation, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the body of a composite operation with the mode active."""
         with self:
-            return torch.overrides.redispatch_function(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+            return redispatch.run_body(func, types, args, kwargs)
 
 
 def _only_own_modes(types: Any) -> bool:

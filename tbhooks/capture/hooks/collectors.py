@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor, nn
 
+from tbhooks.capture.hooks.passes import Pass
 from tbhooks.capture.packed_step import ArtifactBuilder, Read
 from tbhooks.capture.recorder import Recorder
 from tbhooks.capture.retries import Retries
@@ -55,6 +56,17 @@ class HasHooks(Protocol):
 
     def detach(self) -> None:
         """Leaves no hook of its own on any module."""
+
+
+@runtime_checkable
+class SeparatesForwards(Protocol):
+    """A collector that keeps the tensors of each forward apart, so that those of unused ones can be left out."""
+
+    def in_forward(self, forward: Pass) -> None:
+        """The tensors it is called with from now on belong to this forward."""
+
+    def drop(self, forwards: Set[Pass]) -> None:
+        """No backward went through these forwards: they are not part of the step. Called before `end`."""
 
 
 class Profile(Protocol):
@@ -101,6 +113,7 @@ class Collectors:
         self._report = report
         self._all: tuple[Collector, ...] = ()
         self._failing: Retries[Collector] = Retries()
+        self._forward: Pass | None = None
 
     def __bool__(self) -> bool:
         return bool(self._all)
@@ -130,10 +143,18 @@ class Collectors:
         if not all(map(self._failing.may_try, self._all)):  # one that failed last time has to be asked what it wants
             self.change_subscription()
         self._failing.next_step()
+        self._forward = None
         self._each(lambda collector: collector.begin())
 
-    def on_tensor(self, path: str, kind: str, index: str, tensor: Tensor) -> None:
+    def on_tensor(self, path: str, kind: str, index: str, tensor: Tensor, forward: Pass) -> None:
+        if forward is not self._forward:
+            self._forward = forward
+            self._each(lambda one: one.in_forward(forward) if isinstance(one, SeparatesForwards) else None)
         self._each(lambda collector: collector.on_tensor(path, kind, index, tensor))
+
+    def drop(self, forwards: Set[Pass]) -> None:
+        if forwards:
+            self._each(lambda one: one.drop(forwards) if isinstance(one, SeparatesForwards) else None)
 
     def end(self, recorder: Recorder) -> None:
         def end(collector: Collector) -> None:

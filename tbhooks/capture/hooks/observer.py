@@ -49,7 +49,7 @@ class Observer:
         self._graphs = GraphReader(self._step, self._outputs, self._gradients, report)
         self.collectors, self.units = self._step.collectors, self._step.dead_units
         self._functional = (
-            FunctionalObserver(self._on_operation, self.collectors.on_tensor, report)
+            FunctionalObserver(self._on_operation, self._collect_inside, report)
             if recorder.wants("functional")
             else None
         )
@@ -167,6 +167,7 @@ class Observer:
         """Forwards that no backward went through are no part of the step, if others are."""
         unused = self._step.passes.unused()
         self.units.drop(unused)
+        self.collectors.drop(unused)
         if self._recorder.drop(unused) and not all(forward.raised or forward.evaluates for forward in unused):
             self._report.log_once(NOT_TRAINED)
         since = self._step.admission.since
@@ -289,6 +290,9 @@ class Observer:
     ) -> None:  # fmt: skip
         with self._report.guarded(f"compiled hook on {hook.path}"):
             self._graphs.on_tensor(hook, tensor, kind, index, gradient, step_id)
+
+    def _collect_inside(self, path: str, kind: str, index: str, tensor: Tensor) -> None:
+        self.collectors.on_tensor(path, kind, index, tensor, self._step.passes.current())
 
     def _on_operation(self, path: str, index: str, tensor: Tensor) -> bool:
         hook = self.placement.hooks.get(path.rpartition(":")[0])

@@ -86,14 +86,14 @@ class OutputReader:
         if local is not None:
             self._step.dead_units.add(f"activation/{hook.path}{index}", local, forward)
         if hook.collects_outputs:
-            self.collect(hook.path, "activation", index, tensor)
+            self.collect(hook.path, "activation", index, tensor, forward)
 
-    def collect(self, path: str, kind: str, index: str, tensor: Tensor) -> bool:
+    def collect(self, path: str, kind: str, index: str, tensor: Tensor, forward: Pass) -> bool:
         """Calls the collectors with the part of a tensor that is on this rank. Returns whether there is any."""
         local = sharded_tensors.local_tensor(tensor)
         if local is None or has_no_data(local):
             return False
-        self._step.collectors.on_tensor(path, kind, index, local)
+        self._step.collectors.on_tensor(path, kind, index, local, forward)
         return True
 
     def read_inputs(self, recorder: Recorder, hook: ForwardHook, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -104,7 +104,7 @@ class OutputReader:
                     site = recorder.number(Site(hook.path, "input", index))
                     record_tensor(recorder, site, tensor, self._report, forward)
                 if hook.collects_inputs and recorder is self._step.recorder:
-                    self.collect(hook.path, "input", index, tensor)
+                    self.collect(hook.path, "input", index, tensor, forward)
 
     def read_operation(self, recorder: Recorder, hook: ForwardHook, path: str, index: str, tensor: Tensor) -> bool:
         """Returns whether a collector was called with the tensor."""
@@ -114,7 +114,8 @@ class OutputReader:
         record_tensor(recorder, site, tensor, self._report, forward)
         if path.endswith(RECTIFIED) and recorder is not step.evaluation:
             step.dead_units.add(f"functional/{path}{index}", tensor, forward)
-        return hook.collects_outputs and recorder is step.recorder and self.collect(path, "functional", index, tensor)
+        is_wanted = hook.collects_outputs and recorder is step.recorder
+        return is_wanted and self.collect(path, "functional", index, tensor, forward)
 
 
 def record_tensor(recorder: Recorder, site: int, tensor: Tensor, report: Report, owner: object) -> None:

@@ -17,7 +17,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from tbhooks.capture import selection, sharded_tensors
-from tbhooks.capture.recorder import NO_SITE, Recorder, Wanted, can_be_one_of_many
+from tbhooks.capture.recorder import NO_SITE, Recorder, Wanted, can_be_one_of_many, can_be_together
 from tbhooks.capture.step import weight_sample
 from tbhooks.capture.step.grad_norm import total_norm
 from tbhooks.capture.step.optimizer_round import GroupNumbers, parameter_ids
@@ -51,7 +51,7 @@ class _Batch:
     """Tensors that are reduced or copied together."""
 
     by_kernel: list[Wanted] = field(default_factory=list)
-    small: list[batched.Wanted] = field(default_factory=list)
+    together: list[batched.Wanted] = field(default_factory=list)
     clones: dict[int, Tensor] = field(default_factory=dict)
 
 
@@ -212,7 +212,7 @@ class ParameterReader:
         finally:
             if self._recorder.record_all(batch.by_kernel):
                 self._snapshots.commit()
-            self._recorder.record_together(batch.small)
+            self._recorder.record_together(batch.together)
 
     def _keys(self, optimizer: Optimizer) -> list[int]:
         """Returns the selected parameters of the optimizer, in its order."""
@@ -263,8 +263,8 @@ class ParameterReader:
             is_unread, copies = False, slot is None
         if copies:
             batch.clones[key] = parameter
-        if is_unread and batched.fits(parameter):
-            batch.small.append((site, parameter, None, None))
+        if is_unread and can_be_together(parameter):
+            batch.together.append((site, parameter, None, None))
         elif is_unread and self._recorder.record(site, parameter) is None:
             why = f"{describe(parameter)}: only real numbers have statistics"
             self._report.mark_unseen(f"weight/{self._paths[key]}", why)
@@ -278,8 +278,8 @@ class ParameterReader:
         part, before = self._snapshots.part_of(key, parameter), self._snapshots.take(key)
         if self._report.unseen:
             self._report.mark_seen(f"update/{self._paths[key]}")
-        if before is not None and part is parameter and batched.fits(parameter):
-            batch.small.append((site, parameter, before, None))
+        if before is not None and part is parameter and can_be_together(parameter):
+            batch.together.append((site, parameter, before, None))
         elif before is not None:
             whole = None if part is parameter else parameter.numel()
             self._recorder.record_difference(site, part.detach(), before, whole)
@@ -302,7 +302,7 @@ class ParameterReader:
             self._report.mark_unseen(name, describe(gradient))
         elif scale is None and can_be_one_of_many(local):
             batch.by_kernel.append((site, local, NULL, NULL))
-        elif batched.fits(local):
-            batch.small.append((site, local, None, scale))
+        elif can_be_together(local):
+            batch.together.append((site, local, None, scale))
         else:
             self._recorder.record(site, local, scale)

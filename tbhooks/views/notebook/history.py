@@ -19,7 +19,7 @@ from tbhooks.data.history import History
 from tbhooks.data.stats import QUANTILES, STAT_NAMES, Floats
 from tbhooks.drawing.heatmap import Scale, legend, picture, row_height, rows_to_show, svg
 from tbhooks.drawing.names import shorten_all
-from tbhooks.drawing.text import number, printable, trend
+from tbhooks.drawing.text import NO_REFERENCE, number, printable, trend
 from tbhooks.views.notebook import findings as findings_view
 from tbhooks.views.notebook import html
 
@@ -116,6 +116,8 @@ def heat_map(grid: Grid, most_columns: int, notes: Collection[str] = (), *, has_
     if len(thin.steps) < len(grid.steps):
         columns = f"{len(grid.steps)} steps in {len(thin.steps)} columns; each shows the value furthest from zero."
         notes = [*notes, columns]
+    if grid.undefined.any():
+        notes = [*notes, f"Blank where there is {NO_REFERENCE}: the weight was zero before the update."]
     scale = Scale.of(np.where(thin.wrong, np.nan, thin.values))
     names, _ = shorten_all([printable(name) for name in grid.names], html.LONGEST_NAME)
     tooltips = [f"{name}: {_range_of(grid, i)}" for i, name in enumerate(names)] if has_details else ()

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from tbhooks.capture.functional import attention, function_mode
+from tbhooks.capture.functional import attention, function_mode, redispatch
 from tbhooks.capture.functional.function_mode import MOST_CALLS, OPERATIONS, FunctionalObserver
 from tbhooks.data.frame import ROOT
 from tbhooks.data.self_report import Report
@@ -292,6 +292,14 @@ def test_of_nested_operations_the_outermost_is_seen() -> None:
     assert seen_of(lambda: torch.einsum("ij,kj->ik", X, X)).names == ["(root):einsum"]
 
 
+@pytest.fixture(params=["this_torch", "before_2.13"])
+def redispatching(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways to run the body of a composite function."""
+    if request.param == "before_2.13":
+        monkeypatch.setattr(redispatch, "_redispatch", None)
+
+
+@pytest.mark.usefixtures("redispatching")
 def test_operations_inside_a_composite_function_are_seen() -> None:
     attention = nn.MultiheadAttention(4, 2)
 
@@ -306,6 +314,7 @@ def test_operations_inside_a_composite_function_are_seen() -> None:
     assert depth() == 0
 
 
+@pytest.mark.usefixtures("redispatching")
 @pytest.mark.parametrize("need_weights", [True, False])
 def test_multihead_attention_shows_its_attention_and_nothing_else(need_weights: bool) -> None:
     torch.manual_seed(0)
@@ -655,6 +664,7 @@ NEUTRAL = [
 ]
 
 
+@pytest.mark.usefixtures("redispatching")
 @pytest.mark.parametrize("case", NEUTRAL, ids=lambda case: case.name)
 def test_training_is_the_same_to_the_last_bit(case: zoo.Case) -> None:
     seen = StepContext()
@@ -665,6 +675,7 @@ def test_training_is_the_same_to_the_last_bit(case: zoo.Case) -> None:
     assert seen.names or case.name.startswith("checkpointed")
 
 
+@pytest.mark.usefixtures("redispatching")
 def test_the_graph_has_as_many_nodes_and_results_are_the_operations_own() -> None:
     counts = []
     for watched in (False, True):
@@ -1052,6 +1063,7 @@ def test_a_default_device_may_be_set_around_and_inside() -> None:
     assert depth() == 0
 
 
+@pytest.mark.usefixtures("redispatching")
 def test_attention_is_seen_on_a_default_device_too() -> None:
     attention = nn.MultiheadAttention(4, 2)
     with torch.device("cpu"):
@@ -1059,6 +1071,7 @@ def test_attention_is_seen_on_a_default_device_too() -> None:
     assert "attention:softmax.entropy" in seen.names
 
 
+@pytest.mark.usefixtures("redispatching")
 def test_a_mode_that_changes_a_composite_function_is_asked_as_ever() -> None:
     class Replaced(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -1083,6 +1096,7 @@ def test_a_mode_that_changes_a_composite_function_is_asked_as_ever() -> None:
     assert [result is X for result in results] == [True, True]
 
 
+@pytest.mark.usefixtures("redispatching")
 def test_two_on_one_model() -> None:
     model = Does(
         lambda: (X.relu(), attention(X[None], X[None], X[None])), attention=(attention := nn.MultiheadAttention(4, 2))

@@ -14,6 +14,7 @@ import torch
 from tbhooks.cli import commands, selftest
 from tbhooks.cli.selftest import CHECKS, Failed, NotPossible, Setup
 from tbhooks.cli.selftest.check import Passed
+from tbhooks.cli.selftest.report import Result
 from tbhooks.data.errors import ArgumentError
 from tbhooks.reduction import cpu
 from tests.support.slow import slow
@@ -51,7 +52,7 @@ def test_the_longer_checks_pass_on_a_cpu(name: str) -> None:
     assert result.status == "pass", result.detail
 
 
-@pytest.mark.slow(reason="two processes take a while", covered="tests/distributed/test_ranks.py")
+@slow("two processes take a while", covered_by="test_what_needs_a_gpu_says_so")
 def test_two_processes_pass_on_a_cpu() -> None:
     (result,) = selftest.run(CPU, only=["processes"]).results
     assert result.status == "pass", result.detail
@@ -81,7 +82,7 @@ def test_the_table_has_a_row_for_each_check(report: selftest.Report) -> None:
 # --- What does not hold fails ---------------------------------------------------------------------
 
 
-def result_of(name: str) -> selftest.report.Result:  # type: ignore[name-defined]
+def result_of(name: str) -> Result:
     (result,) = selftest.run(CPU, quick=True, only=[name]).results
     return result
 
@@ -89,7 +90,7 @@ def result_of(name: str) -> selftest.report.Result:  # type: ignore[name-defined
 def test_wrong_numbers_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     from tbhooks.cli.selftest import correctness
 
-    monkeypatch.setattr(correctness, "_with_nonfinite", lambda size: torch.ones(size))
+    monkeypatch.setattr(correctness, "_with_nonfinite", torch.ones)
     assert result_of("numbers").status == "pass"
     compare = correctness._compare
     monkeypatch.setattr(correctness, "_compare", lambda reading, tensor, what: compare(reading, tensor + 1, what))

@@ -143,6 +143,10 @@ def test_ratio_is_the_norm_against_the_base(data: Array, base: float) -> None:
     assert reader(row)("ratio") == pytest.approx(reference.stats(data)["norm"] / base, rel=1e-9, abs=1e-300)
 
 
+def test_the_ratio_to_a_weight_of_zero_is_undefined_and_not_infinite() -> None:
+    assert math.isnan(reader(row_of(np.array([1.0, 2.0])))("ratio"))
+
+
 def test_several_rows_are_read_at_once() -> None:
     data = [np.arange(5.0), np.zeros(0), np.array([np.nan, 2.0])]
     rows = np.stack([row_of(x) for x in data])

@@ -1,6 +1,6 @@
 """The Triton kernels say what the float64 reference says, run by Triton's interpreter where Triton is installed.
 
-Whether they compile for a GPU, and how fast they are, is for a GPU to show.
+What the compiler makes of them is in test_triton_compiled.py; how fast they are is for a GPU to show.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import tbhooks
 from tbhooks.data import stats
-from tbhooks.reduction import histogram, triton
-from tests.support import reference
+from tbhooks.reduction import cpu, histogram, triton
+from tbhooks.reduction.cpu import NULL
+from tests.support import float64_recorder, reference, zoo
 from tests.support.tensors import DISTRIBUTIONS, SEEDS, assert_same_stats, every_value, reader, tensor_of
 
 # Of the whole process, and from the first import of triton on: where there is a GPU, its own tests must run what was
@@ -33,7 +35,9 @@ TYPES = sorted(triton.TYPES, key=str)
 def run(tensor: Tensor, with_buckets: bool = True) -> tuple[np.ndarray, np.ndarray]:
     row = torch.full((stats.WIDTH,), -7.0, dtype=torch.float64)
     counts = torch.zeros(histogram.SLOTS, dtype=torch.int32)
-    triton.launch(tensor, row, counts if with_buckets else None)
+    scratch = triton.Scratch(torch.device("cpu"))
+    scratch.reduce(triton.Job(tensor, None, None, row.data_ptr(), counts.data_ptr() if with_buckets else NULL))
+    scratch.merge()
     return row.numpy(), counts.numpy()
 
 
@@ -95,35 +99,119 @@ def test_without_buckets_the_row_is_the_same() -> None:
 
 
 def test_counts_are_added_to_what_is_there() -> None:
-    counts = torch.ones(histogram.SLOTS, dtype=torch.int32)
-    triton.launch(torch.zeros(50), torch.zeros(stats.WIDTH, dtype=torch.float64), counts)
+    counts, row = torch.ones(histogram.SLOTS, dtype=torch.int32), torch.zeros(stats.WIDTH, dtype=torch.float64)
+    scratch = triton.Scratch(torch.device("cpu"))
+    scratch.reduce(triton.Job(torch.zeros(50), None, None, row.data_ptr(), counts.data_ptr()))
     assert counts[stats.MIDDLE] == 51
     assert counts.sum() == histogram.SLOTS + 50
 
 
 def test_nothing_behind_the_record_is_touched() -> None:
     memory = torch.zeros(histogram.SLOTS + 200, dtype=torch.int32)
-    triton.launch(torch.randn(5000), torch.zeros(stats.WIDTH, dtype=torch.float64), memory[: histogram.SLOTS])
+    rows = torch.zeros(stats.WIDTH + 20, dtype=torch.float64)
+    scratch = triton.Scratch(torch.device("cpu"))
+    scratch.reduce(triton.Job(torch.randn(5000), None, None, rows.data_ptr(), memory.data_ptr()))
+    scratch.merge()
     assert memory[histogram.SLOTS :].sum() == 0
+    assert rows[stats.WIDTH :].sum() == 0
 
 
-def test_a_launch_that_fails_is_told_once_and_leaves_the_record_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    counts = torch.zeros(histogram.SLOTS, dtype=torch.int32)
-    tried: list[Tensor] = []
+def test_numbers_at_an_address_that_is_not_aligned() -> None:
+    for dtype in TYPES:
+        assert_right(tensor_of((9001,), dtype, "normal", "contiguous", 2)[1:])
 
-    def half_done(numbers: Tensor, _row: Tensor, counts: Tensor) -> None:
-        tried.append(numbers)
-        counts.fill_(3)
-        raise RuntimeError("no ptxas")
 
-    monkeypatch.setattr(triton, "failure", "")
-    monkeypatch.setattr(triton, "launch", half_done)
-    for _ in range(2):
-        assert not triton.reduce(torch.ones(3), torch.zeros(stats.WIDTH, dtype=torch.float64), counts)
-    assert counts.sum() == 0
-    assert len(tried) == 1
-    assert triton.name() == "torch: RuntimeError: no ptxas"
+# --- Many tensors in one launch -------------------------------------------------------------------
+
+
+def run_all(jobs: list[tuple[Tensor, Tensor | None, Tensor | None]]) -> tuple[np.ndarray, np.ndarray]:
+    rows = torch.full((len(jobs), stats.WIDTH), -7.0, dtype=torch.float64)
+    counts = torch.zeros((len(jobs), histogram.SLOTS), dtype=torch.int32)
+    scratch = triton.Scratch(torch.device("cpu"))
+    scratch.reduce_all(
+        [triton.Job(*job, rows[i].data_ptr(), counts[i].data_ptr()) for i, job in enumerate(jobs)]
+    )  # fmt: skip
+    scratch.merge()
+    return rows.numpy(), counts.numpy()
+
+
+@pytest.mark.parametrize("stretch", [64, 4096])
+def test_many_tensors_of_all_types_equal_the_reference(monkeypatch: pytest.MonkeyPatch, stretch: int) -> None:
+    monkeypatch.setattr(triton, "STRETCH", stretch)
+    monkeypatch.setattr(triton, "MANY_PROGRAMS", 20)
+    tensors = [
+        tensor_of((size,), dtype, distribution, "contiguous", size)
+        for size, distribution in ((1, "normal"), (700, "sprinkled"), (64, "relu"), (513, "large_mean"), (65, "huge"))
+        for dtype in TYPES
+    ]
+    rows, counts = run_all([(tensor, None, None) for tensor in tensors])
+    for i, tensor in enumerate(tensors):
+        data = reference.to_numpy(tensor)
+        assert_same_stats(reader(rows[i]), data)
+        assert np.array_equal(counts[i][: stats.BUCKETS], reference.bucket_counts(data))
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("together", [False, True])
+def test_differences_and_quotients_are_those_of_float32(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, together: bool
+) -> None:
+    monkeypatch.setattr(triton, "STRETCH", 64)
+    monkeypatch.setattr(triton, "MOST_PROGRAMS", 3)
+    after, before = (tensor_of((701,), dtype, "normal", "contiguous", seed) for seed in (1, 2))
+    scale = torch.tensor(1000.0)
+    jobs = [(after, before, None), (after, None, scale)]
+    if together:
+        rows, _ = run_all(jobs)
+    else:
+        rows = np.stack([run_alone(job) for job in jobs])
+    assert_same_stats(reader(rows[0]), reference.to_numpy(after.float() - before.float()))
+    assert_same_stats(reader(rows[1]), reference.to_numpy(after.float() / scale))
+
+
+def run_alone(job: tuple[Tensor, Tensor | None, Tensor | None]) -> np.ndarray:
+    row, scratch = torch.zeros(stats.WIDTH, dtype=torch.float64), triton.Scratch(torch.device("cpu"))
+    scratch.reduce(triton.Job(*job, row.data_ptr(), NULL))
+    scratch.merge()
+    return row.numpy()
+
+
+def test_a_step_that_needs_more_memory_than_the_last_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton, "FEWEST_PARTIALS", 4)
+    monkeypatch.setattr(triton, "FEWEST_SLOTS", 2)
+    scratch = triton.Scratch(torch.device("cpu"))
+    for _ in range(3):
+        rows = torch.zeros((9, stats.WIDTH), dtype=torch.float64)
+        for i in range(9):
+            scratch.reduce(triton.Job(torch.full((5000 * (i + 1),), float(i)), None, None, rows[i].data_ptr(), NULL))
+        scratch.merge()
+        assert rows[:, stats.MEAN].tolist() == pytest.approx(list(range(9)))
+        assert rows[:, stats.COUNT].tolist() == [5000 * (i + 1) for i in range(9)]
+        scratch.forget()
+    assert len(scratch.tensors) == 2  # one block of partial rows, one of slots
+
+
+# --- What a whole recorder makes of it ------------------------------------------------------------
+
+
+@pytest.fixture
+def cpu_is_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPU tensors go where those of a GPU go, and neither to the C kernel nor to torch operations."""
+    monkeypatch.setattr(triton, "is_on_gpu", lambda _: True)
+    monkeypatch.setattr(triton, "_ready", {torch.device("cpu")})
+    monkeypatch.setattr(cpu, "library", None)
+
+
+@pytest.mark.usefixtures("cpu_is_gpu")
+def test_a_watched_training_reads_what_the_reference_reads() -> None:
+    expected = float64_recorder.observe(zoo.ZOO["cnn"])
+    made: list[tbhooks.Watch] = []
+    zoo.train(zoo.ZOO["cnn"], 3, before=lambda model: made.append(tbhooks.watch(model, every=1)))
+    made[0].close()
+    assert made[0].stats.errors == 0
+    for frame, step in zip(made[0].history, expected, strict=True):
+        float64_recorder.assert_frame_equals(frame, step)
 
 
 def test_cpu_tensors_are_left_to_others() -> None:
-    assert not triton.can_read(torch.ones(3))
+    assert not triton.takes(torch.ones(3))

@@ -25,6 +25,7 @@ NAMES = [
     "non_finite", "exploding_gradient", "vanishing_gradient", "exploding_activation", "dead_units", "saturated",
     "update_ratio", "unchanged_weight", "missing_gradient", "low_precision", "loss_spike", "collapsed_variance",
     "attention_collapse", "bad_init", "sick_rank", "evaluation_mode",
+    "divergence",
 ]  # fmt: skip
 
 Data = Mapping[Site, Any]

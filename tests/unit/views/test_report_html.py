@@ -24,7 +24,7 @@ from tbhooks.drawing.heatmap import LEVELS, PALETTE, Scale
 from tbhooks.drawing.text import bucket_label
 from tbhooks.runs import Run, report_data
 from tbhooks.runs.report_data import Grid
-from tbhooks.views import report_html
+from tbhooks.views import report_html, report_text
 from tests.support.frames import make_frame, training_frame, write_run
 
 VOID = {"meta", "img", "image", "br"}
@@ -259,8 +259,13 @@ def test_what_is_not_finite_is_said_in_words_with_its_first_step() -> None:
 def test_an_update_of_a_weight_of_zero_is_nothing_wrong() -> None:
     frame = make_frame(0, {Site("b", "weight"): [0.0, 0.0], Site("b", "update"): [0.1, 0.1]})
     (ratio,) = [grid for grid in report_data.run_grids(run_of(frame)) if grid.kind == "update"]
-    assert math.isinf(ratio.values[0, 0])
+    assert math.isnan(ratio.values[0, 0])
     assert not ratio.wrong.any()
+    assert ratio.undefined.all()
+    assert "no reference yet" in checked(report_html.page(run_of(frame))).text
+    text = report_text.plain(report_text.run_report(run_of(frame), 100), 100)
+    assert "no reference yet" in text
+    assert "inf" not in text.replace("info", "")
 
 
 def test_histograms_hold_every_element_whatever_is_folded() -> None:
