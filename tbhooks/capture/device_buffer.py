@@ -150,7 +150,8 @@ def copy_out(buffer: Buffer) -> Copy:
     cuda = buffer.device.type == "cuda"
     host = torch.empty(packed.shape, dtype=packed.dtype, device="cpu", pin_memory=cuda)
     host.copy_(packed, non_blocking=cuda)
-    event = torch.cuda.Event() if cuda else None  # type: ignore[no-untyped-call]
+    # Blocking: the background thread sleeps until the copy is done, instead of taking a CPU core from the training.
+    event = torch.cuda.Event(blocking=True) if cuda else None  # type: ignore[no-untyped-call]
     if event is not None:
         event.record(torch.cuda.current_stream(buffer.device))
     blocks = buffer.unfinished.blocks

@@ -44,7 +44,9 @@ class Copy:
 
     def wait(self) -> None:
         if self.event is not None:
-            self.event.synchronize()
+            # The background thread starts on the first device, where waiting may cost a context of its own.
+            with torch.cuda.device(self.event.device):
+                self.event.synchronize()
 
     def rows(self) -> stats.Floats:
         data = self._records()[:, : stats.WIDTH * self.row_type.itemsize].view(self.row_type)

@@ -52,6 +52,8 @@ class StepScalars:
 
     def log(self, tag: str, value: Tensor | float, step: Step, ended: Step | None) -> None:
         """Logs a scalar; `step` is the open step, `ended` the one before it if it still takes late scalars."""
+        if self._observer.graph_capture.is_running():
+            return
         if self.means.every is not None:
             self.means.add(tag, value)
             return
