@@ -127,9 +127,10 @@ class Finding:
 class Reading:
     """The statistics of one site in one frame, as attributes: `frame["fc", "gradient"].norm`.
 
-    The names are `count mean std norm rms min max abs_max zero_fraction nan_count inf_count`, `ratio` (of an update to
-    the weight), the quantiles `p01 p25 p50 p75 p99` (NaN without histograms), `dead_fraction` of ReLU units, and
-    `entropy` and `max_logit` of attention. A statistic that the site does not have is NaN; an unknown name raises an
+    The names are `count mean std norm rms min max abs_max zero_fraction nan_count inf_count`, `skewness` and `kurtosis`
+    (0 and 3 for a normal distribution, NaN if all elements are equal), `ratio` (of an update to the weight), the
+    quantiles `p01 p25 p50 p75 p99` (NaN without histograms), `dead_fraction` of ReLU units, and `entropy` and
+    `max_logit` of attention. A statistic that the site does not have is NaN; an unknown name raises an
     `AttributeError`.
     """
 
@@ -195,7 +196,7 @@ class Frame:
     sites: tuple[Site, ...]
     """In execution order."""
     values: Floats
-    """One row per site, with the columns `tbhooks.stats.COLUMNS`."""
+    """One row per site, with the columns `tbhooks.stats.COLUMNS`; those without the last two get NaN there."""
     buckets: Counts
     """One histogram per site; without columns on a step without histograms."""
     findings: tuple[Finding, ...] = ()
@@ -212,6 +213,7 @@ class Frame:
         n = len(self.sites)
         if not self.spreads.size:
             object.__setattr__(self, "spreads", spread.empty(n))
+        object.__setattr__(self, "values", stats.widened(self.values))
         if self.values.shape != (n, len(COLUMNS)) or self.buckets.shape not in ((n, 0), (n, BUCKETS)):
             raise ArgumentError(
                 f"a frame of {n} sites needs values of shape {(n, len(COLUMNS))} and buckets of shape {(n, BUCKETS)} "
@@ -302,6 +304,7 @@ class Frame:
     def from_dict(cls, data: Mapping[str, Any]) -> Frame:
         """The frame that `to_dict` wrote."""
         n = len(data["sites"])
+        values = np.array(data["values"], dtype=np.float64).reshape(n, -1) if n else stats.empty_rows(0)
         buckets = np.zeros((n, 0 if data["buckets"] is None else BUCKETS), dtype=np.int64)
         for row, counts in zip(buckets, data["buckets"] or (), strict=False):
             for bucket, count in counts.items():
@@ -309,7 +312,7 @@ class Frame:
         return cls(
             step=data["step"], time=data["time"], rank=data["rank"],
             sites=tuple(Site(*site) for site in data["sites"]),
-            values=np.array(data["values"], dtype=np.float64).reshape(n, len(COLUMNS)),
+            values=values,
             buckets=buckets,
             findings=tuple(Finding.from_dict(finding) for finding in data["findings"]),
             scalars=data["scalars"],

@@ -82,7 +82,9 @@ def read(measured: Floats, stat: str) -> Spread:
         raise ArgumentError(f"ranks cannot be compared by {stat!r}: {nearest(stat, SPREAD_STATS)}")
     if not len(measured):
         raise ArgumentError('this frame has one rank only; watch(..., ranks="merge") compares ranks')
-    low, low_rank, high, high_rank, median, ranks = measured[SPREAD_STATS.index(stat)]
+    place = SPREAD_STATS.index(stat)
+    # Frames that were written by an older version have fewer statistics.
+    low, low_rank, high, high_rank, median, ranks = measured[place] if place < len(measured) else [0.0] * len(FIELDS)
     if not ranks:
         return Spread(np.nan, -1, np.nan, -1, np.nan, 0)
     return Spread(float(low), int(low_rank), float(high), int(high_rank), float(median), int(ranks))

@@ -16,11 +16,12 @@ from tbhooks.data.errors import ArgumentError, nearest
 Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
 
-# count is the number of elements; mean, m2 (sum of squared deviations), min and max are over the finite ones.
+# count is the number of elements; mean, min, max and the sums of powers of deviations from the mean (m2 squares,
+# m3 cubes, m4 fourth powers) are over the finite ones. m3 and m4 are NaN where they are not known.
 # base is the sum of squares of a reference: for an update, of the weight before it.
-COLUMNS = ("count", "mean", "m2", "min", "max", "zeros", "nans", "infs", "base")
+COLUMNS = ("count", "mean", "m2", "min", "max", "zeros", "nans", "infs", "base", "m3", "m4")
 WIDTH = len(COLUMNS)
-COUNT, MEAN, M2, MIN, MAX, ZEROS, NANS, INFS, BASE = range(WIDTH)
+COUNT, MEAN, M2, MIN, MAX, ZEROS, NANS, INFS, BASE, M3, M4 = range(WIDTH)
 ADDITIVE = (COUNT, ZEROS, NANS, INFS, BASE)
 
 # Two buckets per octave, split at 1.5: the exponent and the top bit of the mantissa, so that the bits of a float
@@ -52,6 +53,14 @@ def empty_rows(n: int) -> Floats:
     return rows
 
 
+def widened(values: Floats) -> Floats:
+    """Rows that were written before the columns m3 and m4, with NaN for what is missing."""
+    if values.shape[-1:] != (M3,):
+        return values
+    missing = WIDTH - M3
+    return np.concatenate([values, np.full((*values.shape[:-1], missing), np.nan)], axis=-1)
+
+
 def finite(values: Floats) -> Floats:
     """The number of finite elements of each row."""
     return values[..., COUNT] - values[..., NANS] - values[..., INFS]
@@ -60,7 +69,7 @@ def finite(values: Floats) -> Floats:
 def merge(values: Floats, owner: NDArray[np.intp], n: int) -> Floats:
     """Merges rows with the same owner into one of n rows, exactly as if their data had been one tensor.
 
-    Used for several calls of a module, micro-batches and ranks (Chan's algorithm for the moments).
+    Used for several calls of a module, micro-batches and ranks (the rules of Chan and Pebay for the moments).
     """
     merged = empty_rows(n)
     for column in ADDITIVE:
@@ -68,9 +77,10 @@ def merge(values: Floats, owner: NDArray[np.intp], n: int) -> Floats:
     with np.errstate(invalid="ignore", over="ignore"):  # the square of a mean beyond 1e154 is infinite
         share = finite(values) / np.maximum(finite(merged), 1.0)[owner]
         merged[:, MEAN] = np.bincount(owner, weights=share * values[:, MEAN], minlength=n)
-        away = np.square(values[:, MEAN] - merged[owner, MEAN])
-        spread = np.where(finite(values) > 0, values[:, M2] + finite(values) * away, 0.0)
-        merged[:, M2] = np.bincount(owner, weights=spread, minlength=n)
+        moments = moments_about(values, values[:, MEAN] - merged[owner, MEAN])
+        for column, moment in zip((M2, M3, M4), moments, strict=True):
+            counted = np.where(finite(values) > 0, moment, 0.0)
+            merged[:, column] = np.bincount(owner, weights=counted, minlength=n)
     np.minimum.at(merged[:, MIN], owner, values[:, MIN])
     np.maximum.at(merged[:, MAX], owner, values[:, MAX])
     return merged
@@ -86,6 +96,17 @@ def extrapolated(row: Floats, count: int) -> Floats:
     whole[[ZEROS, NANS, INFS]] = np.round(whole[[ZEROS, NANS, INFS]])
     whole[COUNT] = count
     return whole
+
+
+def moments_about(values: Floats, away: Floats) -> tuple[Floats, Floats, Floats]:
+    """Each row's sums of squared, cubed and fourth powers of deviations from a number `away` below its mean."""
+    n, m2, m3, m4 = finite(values), values[..., M2], values[..., M3], values[..., M4]
+    square = np.square(away)
+    return (
+        m2 + n * square,
+        m3 + away * (3.0 * m2 + n * square),
+        m4 + away * (4.0 * m3 + away * (6.0 * m2 + n * square)),
+    )
 
 
 def merge_counts(counts: Counts, owner: NDArray[np.intp], n: int) -> Counts:
@@ -117,6 +138,27 @@ def _ratio(values: Floats) -> Floats:
     return np.where(base > 0, STATS["norm"](values) / np.sqrt(np.where(base > 0, base, 1.0)), np.nan)
 
 
+# Below this, fourth powers of float64 numbers have lost digits: their standard deviation is some 1e-73.
+_SMALLEST_M4 = 1e-290
+
+
+def _standardized(values: Floats, moment: Callable[[Floats, Floats], Floats]) -> Floats:
+    """A ratio of moments: NaN for equal elements, and where a fourth power overflows or underflows float64."""
+    with np.errstate(all="ignore"):
+        known = (values[..., MAX] > values[..., MIN]) & (values[..., M2] > 0)
+        known &= (values[..., M4] > _SMALLEST_M4) & (values[..., M4] < np.inf)
+        ratio = np.where(known, moment(finite(values), values[..., M2]), np.nan)
+    return np.asarray(ratio, dtype=np.float64)
+
+
+def _skewness(values: Floats) -> Floats:
+    return _standardized(values, lambda n, m2: values[..., M3] / m2 / np.sqrt(m2) * np.sqrt(n))
+
+
+def _kurtosis(values: Floats) -> Floats:
+    return _standardized(values, lambda n, m2: values[..., M4] / m2 / m2 * n)
+
+
 STATS: Mapping[str, Callable[[Floats], Floats]] = {
     "count": lambda v: v[..., COUNT],
     "mean": lambda v: _where_finite(v, v[..., MEAN]),
@@ -130,8 +172,15 @@ STATS: Mapping[str, Callable[[Floats], Floats]] = {
     "nan_count": lambda v: v[..., NANS],
     "inf_count": lambda v: v[..., INFS],
     "ratio": _ratio,
+    "skewness": _skewness,
+    "kurtosis": _kurtosis,
 }
-"""Statistics that need the row only. `ratio` has a value for updates, whose rows have a base."""
+"""Statistics that need the row only. `ratio` has a value for updates, whose rows have a base.
+
+`skewness` and `kurtosis` are the population's: the mean cube of the deviations from the mean over std**3, and their
+mean fourth power over std**4. A normal distribution has skewness 0 and kurtosis 3: nothing is subtracted, as in
+`scipy.stats.kurtosis(x, fisher=False)`. Both are NaN if all elements are equal.
+"""
 
 QUANTILES: Mapping[str, float] = {"p01": 0.01, "p25": 0.25, "p50": 0.50, "p75": 0.75, "p99": 0.99}
 """Statistics that need the buckets."""

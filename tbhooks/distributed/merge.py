@@ -28,7 +28,7 @@ _UNUSED = -2
 """The shard of a parameter that this rank holds but does not train, while another rank trains it."""
 
 _HEADER = struct.Struct("<7q")
-_VERSION = 1
+_VERSION = 2
 _ROW_BYTES = 24 + 8 * stats.WIDTH
 # Compressed histogram of one site; that of a layer of GPT-2 takes 130 bytes.
 _COUNT_BYTES = 320

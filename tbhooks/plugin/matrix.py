@@ -11,13 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tbhooks.data import stats
-from tbhooks.data.stats import BASE, COUNT, INFS, MAX, MEAN, MIN, NANS, QUANTILES, STATS, Counts
+from tbhooks.data.stats import BASE, COUNT, INFS, M2, M3, M4, MAX, MEAN, MIN, NANS, QUANTILES, STATS, Counts
 from tbhooks.plugin.arrays import Histograms, Indices, Rows, Source, Stored
 from tbhooks.sinks.tensorboard import decode_values
 
-_STORED_STD = stats.M2  # stored rows have the std in the column of m2
 _AS_STORED = {"count": COUNT, "nan_count": NANS, "inf_count": INFS}
-_OF_FINITE = {"mean": MEAN, "std": _STORED_STD, "min": MIN, "max": MAX}
+# Stored rows have the std in the column of m2, and the ratios in those of m3 and m4.
+_OF_FINITE = {"mean": MEAN, "std": M2, "min": MIN, "max": MAX, "skewness": M3, "kurtosis": M4}
 # Derived stats need float64 rows; this many at a time fit into the processor's cache.
 _ROWS_AT_ONCE = 1 << 14
 
@@ -40,10 +40,15 @@ def row_stat(name: str, columns: Stored) -> Stored:
 
 
 def undefined(name: str, columns: Stored) -> NDArray[np.bool_]:
-    """Where a statistic is undefined although there is data: the ratio of an update to a weight that is still zero."""
-    if name != "ratio":
-        return np.zeros(columns.shape[1:], dtype=np.bool_)
-    nothing: NDArray[np.bool_] = columns[BASE] == 0
+    """Where a statistic is undefined although there is data.
+
+    That is the ratio of an update to a weight that is still zero, and the shape of equal elements.
+    """
+    nothing: NDArray[np.bool_] = np.zeros(columns.shape[1:], dtype=np.bool_)
+    if name == "ratio":
+        nothing = columns[BASE] == 0
+    elif name in ("skewness", "kurtosis"):
+        nothing = np.isnan(columns[_OF_FINITE[name]])
     return nothing
 
 

@@ -22,7 +22,7 @@ from tbhooks.plugin.index import Kind, RunIndex, Tag
 from tbhooks.plugin.index import read as read_index
 from tbhooks.plugin.matrix import Matrix, quantile_matrix
 from tbhooks.plugin.provider import Reader, TagValue, list_tags
-from tbhooks.runs.stored_frames import PackedCounts
+from tbhooks.runs.stored_frames import PackedCounts, is_shape_of_rows
 from tbhooks.sinks.tensorboard import STORED_COLUMNS
 from tbhooks.sinks.tensorboard import findings as finding_codec
 
@@ -120,7 +120,7 @@ def _merged(read: Reader, kind: Kind, tags: tuple[Tag, ...], fits: Callable[[Tag
 
 
 def _are_rows(written: TagValue, sites: int) -> bool:
-    return written.array.dtype == np.float32 and written.array.shape == (sites, len(STORED_COLUMNS))
+    return written.array.dtype == np.float32 and is_shape_of_rows(written.array.shape, sites)
 
 
 def _is_string(written: TagValue, _sites: int) -> bool:
@@ -140,7 +140,7 @@ def _rows(read: Reader, kind: Kind) -> Rows:
         raise TooLargeError(f"{shape[1]} steps of {shape[2]} sites exceed the limit of {LARGEST >> 30} GiB")
     columns = np.full(shape, np.nan, dtype=np.float32)
     for i, (written, indices) in enumerate(merged.values):
-        columns[:, i, indices] = written.array.T
+        columns[: written.array.shape[1], i, indices] = written.array.T  # older rows have fewer
     seen = _seen(columns)
     columns[:, ~seen] = np.nan
     steps = np.array([written.step for written, _ in merged.values], dtype=np.int64)

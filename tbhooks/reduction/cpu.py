@@ -18,7 +18,7 @@ from torch.nn import Parameter
 
 LIBRARY = Path(__file__).with_name("_kernel.so")
 # Incremented when a row or a bucket changes its meaning: a library left over from another version is not loaded.
-ABI = 2
+ABI = 3
 _CODES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 # Subclasses may wrap other tensors and have no memory of their own.
 _PLAIN = (Tensor, Parameter)

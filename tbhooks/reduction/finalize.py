@@ -14,8 +14,11 @@ from tbhooks.data import stats
 
 # The columns of partial results: the number of elements that are not zero; of those the finite ones; and those that are
 # not NaN. Minimum and maximum, each twice, with non-finite elements replaced by minus and by plus infinity. Variance
-# and mean about zero, or about the shift that follows.
-NOT_ZERO, FINITE, NOT_NAN, _, MIN, MAX, _, VARIANCE, MEAN, SHIFT = range(10)
+# and mean about zero, or about the shift that follows. Of the finite elements' deviations from that mean, the sum of
+# cubes and the norm of squares.
+NOT_ZERO, FINITE, NOT_NAN, _, MIN, MAX, _, VARIANCE, MEAN, CUBES, FOURTHS, SHIFT = range(12)
+# Relative errors of m4 beyond this make it unknown.
+WORST_ERROR = 1e-6
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,30 @@ def finish(parts: stats.Floats, counts: stats.Floats, sizes: stats.Floats) -> st
     away, squares = _without_replaced(parts[MEAN], parts[VARIANCE] * sizes, stats.finite(rows), sizes)
     rows[:, stats.MEAN] = np.where(stats.finite(rows) > 0, away + parts[SHIFT], 0.0)
     rows[:, stats.M2] = squares
+    rows[:, stats.M3], rows[:, stats.M4] = _higher_moments(rows, parts, away, sizes)
     return rows
+
+
+def _higher_moments(
+    rows: stats.Floats, parts: stats.Floats, mean: stats.Floats, sizes: stats.Floats
+) -> tuple[stats.Floats, stats.Floats]:
+    """m3 and m4 about the mean of the finite elements, from sums about the mean that counts the others as zeros.
+
+    NaN where the two means are so far apart that the subtraction leaves too few digits.
+    """
+    n, m2 = stats.finite(rows), rows[:, stats.M2]
+    with np.errstate(over="ignore", invalid="ignore"):
+        off, cubes, fourths = mean - parts[MEAN], parts[CUBES], np.square(parts[FOURTHS])
+        from_squares = off * (6.0 * m2 + 3.0 * n * np.square(off))
+        m3 = cubes - off * (3.0 * m2 + n * np.square(off))
+        m4 = fourths - off * (4.0 * cubes - from_squares)
+        subtracted = 4.0 * off * cubes, off * from_squares, 6.0 * np.square(off) * parts[VARIANCE] * sizes
+        error = 64 * np.finfo(np.float64).eps * (fourths + sum(map(np.abs, subtracted)))
+        unknown = ~(error <= WORST_ERROR * m4)
+    equal = ~(rows[:, stats.MAX] > rows[:, stats.MIN])
+    of_known = (np.where(unknown, np.nan, moment) for moment in (m3, m4))
+    m3, m4 = (np.where(equal, 0.0, moment) for moment in of_known)
+    return m3, m4
 
 
 def _without_replaced(

@@ -39,6 +39,7 @@ INFINITY = tl.constexpr(float("inf"))
 ROW_COUNT, ROW_MEAN, ROW_M2 = tl.constexpr(stats.COUNT), tl.constexpr(stats.MEAN), tl.constexpr(stats.M2)
 ROW_MIN, ROW_MAX, ROW_ZEROS = tl.constexpr(stats.MIN), tl.constexpr(stats.MAX), tl.constexpr(stats.ZEROS)
 ROW_NANS, ROW_INFS, ROW_BASE = tl.constexpr(stats.NANS), tl.constexpr(stats.INFS), tl.constexpr(stats.BASE)
+ROW_M3, ROW_M4 = tl.constexpr(stats.M3), tl.constexpr(stats.M4)
 
 
 @triton.jit
@@ -229,3 +230,5 @@ def merge_rows(slots: tl.int64, PROGRAMS: tl.constexpr):  # noqa: N803
     tl.store(row + ROW_NANS, nans)
     tl.store(row + ROW_INFS, infs)
     tl.store(row + ROW_BASE, 0.0)
+    tl.store(row + ROW_M3, float("nan"))  # not computed here
+    tl.store(row + ROW_M4, float("nan"))

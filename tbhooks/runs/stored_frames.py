@@ -20,7 +20,7 @@ from tensorboard.compat.proto import summary_pb2, types_pb2
 
 from tbhooks.data.frame import Frame, Site
 from tbhooks.data.stats import BUCKETS, COUNT, INFS, NANS, ZEROS, Counts, Floats
-from tbhooks.sinks.tensorboard import PLUGIN, STORED_COLUMNS, VERSION, decode_values
+from tbhooks.sinks.tensorboard import COLUMNS_OF_VERSION, PLUGIN, STORED_COLUMNS, decode_values
 
 LONGEST_NAME = 1 << 16
 _NPY_HEADER = re.compile(
@@ -47,10 +47,10 @@ class Layout:
         """Raises ValueError for invalid metadata."""
         try:
             content = json.loads(metadata.plugin_data.content)
-            if content["version"] != VERSION:
+            if content["version"] not in COLUMNS_OF_VERSION:
                 raise ValueError(f"format version {content['version']!r} is unknown to this version of tbhooks")
             kind, buckets = content["kind"], "encoding" in content
-            if not buckets and tuple(content["columns"]) != STORED_COLUMNS:
+            if not buckets and tuple(content["columns"]) != COLUMNS_OF_VERSION[content["version"]]:
                 raise ValueError("its columns are unknown to this version of tbhooks")
             sites = tuple(Site(_name(path), _name(kind), _name(index)) for path, index in content["sites"])
             sampled = {_name(name): float(fraction) for name, fraction in content.get("sampled", {}).items()}
@@ -78,14 +78,23 @@ def belongs_to_other_plugin(value: summary_pb2.Summary.Value) -> bool:
 
 
 def rows_of(value: summary_pb2.Summary.Value, layout: Layout) -> Floats:
-    """The rows of all sites of the layout; raises ValueError if the tensor has another shape."""
+    """The rows of all sites of the layout; raises ValueError if the tensor has another shape.
+
+    The tag of a run that an older version began may have rows of both versions.
+    """
     tensor = value.tensor
-    shape, wanted = tuple(d.size for d in tensor.tensor_shape.dim), (len(layout.sites), len(STORED_COLUMNS))
-    content = tensor.tensor_content
-    if tensor.dtype != types_pb2.DT_FLOAT or shape != wanted or len(content) != 4 * shape[0] * shape[1]:
-        raise ValueError(f"a tensor of shape {list(shape)} and {len(content)} bytes, expected {list(wanted)}")
+    shape, content = tuple(d.size for d in tensor.tensor_shape.dim), tensor.tensor_content
+    known = is_shape_of_rows(shape, len(layout.sites))
+    if tensor.dtype != types_pb2.DT_FLOAT or not known or len(content) != 4 * shape[0] * shape[1]:
+        wanted = [len(layout.sites), len(STORED_COLUMNS)]
+        raise ValueError(f"a tensor of shape {list(shape)} and {len(content)} bytes, expected {wanted}")
     with np.errstate(all="ignore"):
-        return decode_values(np.frombuffer(content, "<f4").reshape(wanted))
+        return decode_values(np.frombuffer(content, "<f4").reshape(shape))
+
+
+def is_shape_of_rows(shape: tuple[int, ...], sites: int) -> bool:
+    """Whether a tensor of this shape has the rows of so many sites, in any version of the format."""
+    return shape in [(sites, len(columns)) for columns in COLUMNS_OF_VERSION.values()]
 
 
 def recorded_sites(rows: Floats) -> NDArray[np.intp]:

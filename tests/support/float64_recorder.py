@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from tbhooks.capture.tensor_tree import tensors
 from tbhooks.data.frame import ROOT, Frame
 from tests.support import reference, zoo
+from tests.support.tensors import assert_same_shape
 
 Key = tuple[str, str]
 Step = dict[Key, NDArray[np.float64]]
@@ -110,6 +111,7 @@ def assert_frame_equals(frame: Frame, step: Step) -> None:
                 getattr(reading, stat), expected[stat], rtol=1e-5, atol=_tolerance(stat, kind, expected), equal_nan=True
             )
             assert ok, f"{kind} of {name}: {stat} is {getattr(reading, stat)}, should be {expected[stat]}"
+        assert_same_shape(lambda name, reading=reading: getattr(reading, name), expected, rel=1e-4)  # type: ignore[misc]
         assert reading.counts.sum() == np.isfinite(array).sum()
         assert np.array_equal(reading.counts, reference.bucket_counts(array)) or kind == "update"
         if kind == "update":

@@ -54,11 +54,11 @@ def make_frame(
 def _row(array: NDArray[np.float64]) -> list[float]:
     finite = array[np.isfinite(array)]
     mean = math.fsum(finite) / max(len(finite), 1)
-    with np.errstate(over="ignore"):
-        m2 = float(np.square(finite - mean).sum())
+    with np.errstate(over="ignore", invalid="ignore"):
+        m2, m3, m4 = (float(((finite - mean) ** power).sum()) for power in (2, 3, 4))
     low, high = (finite.min(), finite.max()) if len(finite) else (math.inf, -math.inf)
     nans, infs = np.isnan(array).sum(), np.isinf(array).sum()
-    return [len(array), mean, m2, low, high, (array == 0).sum(), nans, infs, 0.0]
+    return [len(array), mean, m2, low, high, (array == 0).sum(), nans, infs, 0.0, m3, m4]
 
 
 def write_run(directory: Path, *frames: Frame, **options: Any) -> Path:

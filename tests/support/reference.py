@@ -74,7 +74,7 @@ def _real(array: NDArray[Any]) -> NDArray[np.float64]:
 
 def _moments(finite: NDArray[np.float64]) -> dict[str, float]:
     if not finite.size:
-        return dict.fromkeys(("mean", "std", "norm", "rms"), math.nan)
+        return dict.fromkeys(("mean", "std", "norm", "rms", "skewness", "kurtosis"), math.nan)
     _, exponent = math.frexp(float(np.abs(finite).max()))
     scaled = np.ldexp(finite, -exponent)
     mean = math.fsum(scaled.tolist()) / finite.size
@@ -86,7 +86,21 @@ def _moments(finite: NDArray[np.float64]) -> dict[str, float]:
         "norm": math.sqrt(squares),
         "rms": math.sqrt(squares / finite.size),
     }
-    return {key: _unscale(value, exponent) for key, value in unscaled.items()}
+    return {key: _unscale(value, exponent) for key, value in unscaled.items()} | _shape(scaled)
+
+
+def _shape(values: NDArray[np.float64]) -> dict[str, float]:
+    """Skewness and kurtosis (3 for a normal distribution) of the population; NaN for equal numbers."""
+    if values.min() == values.max():
+        return {"skewness": math.nan, "kurtosis": math.nan}
+    away = values - math.fsum(values.tolist()) / values.size
+    away = away - math.fsum(away.tolist()) / values.size  # once more: the mean of numbers far from zero is rounded
+    away = away / np.abs(away).max()
+    variance = _sum_of_squares(away) / values.size
+    return {
+        "skewness": math.fsum((away**3).tolist()) / values.size / variance**1.5,
+        "kurtosis": math.fsum((away**4).tolist()) / values.size / variance**2,
+    }
 
 
 def _unscale(value: float, exponent: int) -> float:

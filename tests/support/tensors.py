@@ -23,6 +23,7 @@ Rng = np.random.Generator
 # Statistics that are read off, not computed: these must be equal to the last bit.
 EXACT = ("count", "min", "max", "abs_max", "zero_fraction", "nan_count", "inf_count")
 COMPUTED = ("mean", "std", "norm", "rms")
+SHAPE = ("skewness", "kurtosis")
 SITE = Site("layer", "activation")
 REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2)
 NARROW = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -37,6 +38,19 @@ def assert_same_stats(read: Callable[[str], float], data: Array, rel: float = 1e
         assert read(name) == pytest.approx(expected[name], rel=exact_rel, abs=0.0, nan_ok=True), name
     for name in COMPUTED:
         assert read(name) == pytest.approx(expected[name], rel=rel, abs=1e-12 * size, nan_ok=True), name
+    assert_same_shape(read, expected, rel)
+
+
+def assert_same_shape(read: Callable[[str], float], expected: dict[str, float], rel: float) -> None:
+    """Compares skewness and kurtosis. Both may be unknown where fourth powers exceed the range of float64."""
+    std, size = expected["std"], expected["abs_max"]
+    if not 1e-70 < std < 1e75 and all(math.isnan(read(name)) for name in SHAPE):
+        return
+    rounding = 1e-14 * size / std if std > 0 else 0.0  # of the mean, in standard deviations
+    if rounding < 1e-3:
+        tolerance = (rel + rounding) * max(1.0, np.nan_to_num(expected["kurtosis"]))
+        for name in SHAPE:
+            assert read(name) == pytest.approx(expected[name], rel=0.0, abs=tolerance, nan_ok=True), name
 
 
 def row_of(data: Array) -> Array:
@@ -51,6 +65,9 @@ def row_of(data: Array) -> Array:
     if finite.size:
         row[stats.MEAN], row[stats.MIN], row[stats.MAX] = known["mean"], known["min"], known["max"]
         row[stats.M2] = known["std"] ** 2 * finite.size
+        if known["max"] > known["min"]:
+            row[stats.M3] = known["skewness"] * known["std"] ** 3 * finite.size
+            row[stats.M4] = known["kurtosis"] * known["std"] ** 4 * finite.size
     return row
 
 

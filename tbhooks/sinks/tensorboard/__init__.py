@@ -23,6 +23,7 @@ from tbhooks.sinks.tensorboard.event_files import event_file
 from tbhooks.sinks.tensorboard.event_writer import fast_crc, sender
 from tbhooks.sinks.tensorboard.findings import FindingWriter
 from tbhooks.sinks.tensorboard.frame_tensors import (
+    COLUMNS_OF_VERSION,
     PLUGIN,
     STORED_COLUMNS,
     VERSION,
@@ -36,8 +37,8 @@ from tbhooks.sinks.tensorboard.histograms import SiteHistograms
 from tbhooks.sinks.tensorboard.scalars import SiteScalars, Template, scalar_table
 
 __all__ = [
-    "PLUGIN", "STORED_COLUMNS", "VERSION", "TensorBoardSink", "decode_counts", "decode_values", "encode_counts",
-    "encode_values", "record_writer", "scalar_table",
+    "COLUMNS_OF_VERSION", "PLUGIN", "STORED_COLUMNS", "VERSION", "TensorBoardSink", "decode_counts", "decode_values",
+    "encode_counts", "encode_values", "record_writer", "scalar_table",
 ]  # fmt: skip
 
 # A loop alternates between a few lists of sites: training, evaluation, with and without some branch.

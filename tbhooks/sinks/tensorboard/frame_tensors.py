@@ -20,15 +20,19 @@ from tensorboard.compat.proto import summary_pb2, tensor_pb2, tensor_shape_pb2, 
 from tbhooks.data import stats
 from tbhooks.data.artifacts import Artifact, Channels
 from tbhooks.data.frame import CHANNEL, SAMPLED, Frame, Site
-from tbhooks.data.stats import BASE, M2, Counts, Floats
+from tbhooks.data.stats import BASE, M2, M3, M4, STATS, Counts, Floats
 from tbhooks.sinks.scalar_selection import Indices, indices_of
 from tbhooks.sinks.tensorboard.histograms import SiteHistograms
 from tbhooks.sinks.tensorboard.protobuf import plugin_metadata, strings
 
 PLUGIN = "tbhooks"
-VERSION = 1
-# The stored row has std and base_norm instead of sums of squares, which may overflow float32.
-STORED_COLUMNS = ("count", "mean", "std", "min", "max", "zeros", "nans", "infs", "base_norm")
+VERSION = 2
+# The stored row has std, base_norm, skewness and kurtosis instead of sums of powers, which may overflow float32.
+STORED_COLUMNS = (
+    "count", "mean", "std", "min", "max", "zeros", "nans", "infs", "base_norm", "skewness", "kurtosis",
+)  # fmt: skip
+COLUMNS_OF_VERSION = {1: STORED_COLUMNS[:9], VERSION: STORED_COLUMNS}
+"""The columns of every version that can be read."""
 
 
 class Layout:
@@ -103,6 +107,7 @@ def encode_values(values: Floats) -> tensor_pb2.TensorProto:
     stored = values.copy()
     stored[:, M2] = np.sqrt(values[:, M2] / np.maximum(stats.finite(values), 1.0))
     stored[:, BASE] = np.sqrt(values[:, BASE])
+    stored[:, M3], stored[:, M4] = STATS["skewness"](values), STATS["kurtosis"](values)
     with np.errstate(over="ignore"):
         content = stored.astype("<f4").tobytes()
     dims = [tensor_shape_pb2.TensorShapeProto.Dim(size=size) for size in stored.shape]
@@ -111,9 +116,12 @@ def encode_values(values: Floats) -> tensor_pb2.TensorProto:
 
 
 def decode_values(array: NDArray[np.float32]) -> Floats:
-    """Rows from a stored float32 tensor."""
-    values = array.astype(np.float64)
-    values[:, M2] = np.square(values[:, M2]) * np.maximum(stats.finite(values), 0.0)
+    """Rows from a stored float32 tensor; m3 and m4 are NaN if it has version 1."""
+    values = stats.widened(array.astype(np.float64))
+    n, std = np.maximum(stats.finite(values), 0.0), values[:, M2].copy()
+    values[:, M2] = np.square(std) * n
+    values[:, M3] = np.where(std == 0, 0.0, values[:, M3] * std**3 * n)
+    values[:, M4] = np.where(std == 0, 0.0, values[:, M4] * std**4 * n)
     values[:, BASE] = np.square(values[:, BASE])
     return values
 

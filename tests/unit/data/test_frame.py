@@ -128,10 +128,10 @@ def test_a_key_of_another_form_is_explained(key: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "shape"), [("values", (3, 9)), ("values", (4, 8)), ("buckets", (4, 384)), ("buckets", (3, 0))]
+    ("field", "shape"), [("values", (3, 11)), ("values", (4, 8)), ("buckets", (4, 384)), ("buckets", (3, 0))]
 )
 def test_arrays_that_do_not_fit_the_sites_are_rejected(field: str, shape: tuple[int, int]) -> None:
-    with pytest.raises(ArgumentError, match=r"a frame of 4 sites needs values of shape \(4, 9\)"):
+    with pytest.raises(ArgumentError, match=r"a frame of 4 sites needs values of shape \(4, 11\)"):
         make(**{field: np.zeros(shape)})
 
 
@@ -192,7 +192,7 @@ def assert_same(one: Frame, other: Frame) -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(
-    st.lists(st.lists(st.floats(allow_nan=False), min_size=9, max_size=9), max_size=4),
+    st.lists(st.lists(st.floats(allow_nan=False), min_size=11, max_size=11), max_size=4),
     st.dictionaries(st.text(max_size=5), st.floats(allow_nan=False), max_size=3),
     st.booleans(),
     st.data(),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tbhooks.data import stats
 from tbhooks.data.errors import ArgumentError
 from tests.support import reference
-from tests.support.tensors import COMPUTED, EXACT, Array, assert_same_stats, reader, row_of
+from tests.support.tensors import COMPUTED, EXACT, SHAPE, Array, assert_same_stats, reader, row_of
 
 NUMBERS = st.floats(width=32)
 ARRAYS = st.lists(NUMBERS, max_size=40).map(lambda numbers: np.array(numbers, dtype=np.float64))
@@ -32,6 +32,8 @@ def assert_close(one: Array, other: Array) -> None:
         assert one[column] == other[column]
     size = max(abs(one[stats.MIN]), abs(one[stats.MAX])) if stats.finite(one) else 0.0
     assert one[stats.MEAN] == pytest.approx(other[stats.MEAN], rel=1e-9, abs=1e-12 * size)
+    for column in (stats.M3, stats.M4):
+        assert one[column] == pytest.approx(other[column], rel=1e-9, abs=1e-9 * max(one[stats.M4], size**4, 1e-300))
     assert math.sqrt(one[stats.M2]) == pytest.approx(math.sqrt(other[stats.M2]), rel=1e-9, abs=1e-11 * size)
 
 
@@ -164,8 +166,39 @@ def test_an_unknown_stat_names_the_nearest() -> None:
 
 def test_all_stat_names_are_known() -> None:
     assert set(stats.STAT_NAMES) == {
-        *EXACT, *COMPUTED, "ratio", "p01", "p25", "p50", "p75", "p99",
+        *EXACT, *COMPUTED, *SHAPE, "ratio", "p01", "p25", "p50", "p75", "p99",
     }  # fmt: skip
+
+
+def test_shape_is_that_of_the_population() -> None:
+    values = np.array([1.0, 2.0, 2.0, 3.0, 12.0])
+    away = values - 4.0
+    read = reader(row_of(values))
+    assert read("skewness") == pytest.approx(np.mean(away**3) / np.mean(away**2) ** 1.5)
+    assert read("kurtosis") == pytest.approx(np.mean(away**4) / np.mean(away**2) ** 2)
+    normal = reader(row_of(np.random.default_rng(0).normal(5.0, 3.0, 100_000)))
+    assert normal("skewness") == pytest.approx(0.0, abs=0.05)
+    assert normal("kurtosis") == pytest.approx(3.0, abs=0.1)
+
+
+@pytest.mark.parametrize("values", [[], [7.0], [0.1] * 1000, [math.nan, 5.0, math.inf, 5.0]])
+def test_equal_elements_have_no_shape(values: list[float]) -> None:
+    read = reader(row_of(np.array(values)))
+    assert math.isnan(read("skewness"))
+    assert math.isnan(read("kurtosis"))
+
+
+def test_merged_constants_have_the_shape_of_the_whole() -> None:
+    pieces = [np.full(100, 2.0), np.full(300, 5.0), np.full(7, -1.0)]
+    assert_same_stats(reader(merged([row_of(piece) for piece in pieces])), np.concatenate(pieces), rel=1e-12)
+
+
+def test_a_row_of_unknown_moments_makes_only_those_unknown() -> None:
+    old = stats.widened(row_of(np.arange(5.0))[None, :9])[0]
+    both = reader(merged([old, row_of(np.arange(9.0))]))
+    assert math.isnan(both("kurtosis"))
+    assert math.isnan(both("skewness"))
+    assert both("std") == pytest.approx(np.std([*range(5), *range(9)]))
 
 
 # --- Buckets and quantiles ------------------------------------------------------------------------

@@ -39,7 +39,7 @@ from tbhooks.data.stats import STAT_NAMES
 from tbhooks.plugin import index, provider, store
 from tbhooks.plugin.cache import Cache
 from tbhooks.plugin.server import STATIC, Plugin
-from tbhooks.sinks.tensorboard import PLUGIN, STORED_COLUMNS, TensorBoardSink
+from tbhooks.sinks.tensorboard import PLUGIN, STORED_COLUMNS, VERSION, TensorBoardSink
 from tests.support import reference
 from tests.support.frames import make_frame
 
@@ -129,7 +129,7 @@ def write_values(directory: Path, *given: tuple[int, str, Any, bytes | None]) ->
 
 
 def description(kind: str = "activation", sites: Any = (("a", ""),), **more: Any) -> bytes:
-    content = {"version": 1, "kind": kind, "sites": sites, "columns": list(STORED_COLUMNS), **more}
+    content = {"version": VERSION, "kind": kind, "sites": sites, "columns": list(STORED_COLUMNS), **more}
     return json.dumps(content).encode()
 
 
@@ -137,7 +137,9 @@ def rows_tensor(*arrays: Any) -> Any:
     """Rows of these arrays as they are stored."""
     stats = [reference.stats(np.asarray(array)) for array in arrays]
     names = ("count", "mean", "std", "min", "max", "zero_fraction", "nan_count", "inf_count")
-    rows = np.array([[*(one[name] for name in names), 0.0] for one in stats], dtype=np.float32).reshape(-1, 9)
+    shape = ("skewness", "kurtosis")
+    listed = [[*(one[name] for name in names), 0.0, *(one[name] for name in shape)] for one in stats]
+    rows = np.array(listed, dtype=np.float32).reshape(-1, len(STORED_COLUMNS))
     return tensor_util.make_tensor_proto(rows)
 
 
@@ -581,7 +583,8 @@ HOSTILE = {
     "nothing": b"",
     "a list": b"[1]",
     "deep": b"[" * 100_000,
-    "another version": description(version=2),
+    "another version": description(version=3),
+    "columns of another version": description(version=1),
     "no version": description(version=None),
     "another kind": description("gradient"),
     "no kind": description("../../etc"),
@@ -625,13 +628,13 @@ def bad_tensors() -> dict[str, Any]:
     lying, unknown = rows_tensor(DATA[A]), rows_tensor(DATA[A])
     lying.tensor_shape.dim[0].size = 1000
     unknown.dtype = types_pb2.DT_RESOURCE  # NumPy has no type for it
-    negative = np.ones((1, 9), dtype=np.float32)
+    negative = np.ones((1, 11), dtype=np.float32)
     negative[0, 5] = -1
     return {
         "too many rows": rows_tensor(DATA[A], DATA[B]),
         "no rows": rows_tensor(),
         "other columns": tensor_util.make_tensor_proto(np.zeros((1, 8), dtype=np.float32)),
-        "float64": tensor_util.make_tensor_proto(np.zeros((1, 9))),
+        "float64": tensor_util.make_tensor_proto(np.zeros((1, 11))),
         "a number": tensor_util.make_tensor_proto(1.0),
         "text": tensor_util.make_tensor_proto("text"),
         "fewer zeros than none": tensor_util.make_tensor_proto(negative),
@@ -725,7 +728,7 @@ def test_what_is_too_large_for_one_answer_comes_thinned_and_says_so(
 ) -> None:
     write(tmp_path / "run", *(make_frame(step, {A: [step]}) for step in range(100)))
     tab = Tab(tmp_path)
-    monkeypatch.setattr(provider, "LARGEST_MESSAGE", 100 * (36 + 100))
+    monkeypatch.setattr(provider, "LARGEST_MESSAGE", 100 * (44 + 100))
     asked = reading_with(tab, monkeypatch, lambda most: _TooLarge() if most > 30 else None)
     header, values = tab.ask("matrix", run="run", kind="activation", stat="mean").matrix
     assert asked[1:] == [1, 100, 50, 25]

@@ -39,7 +39,17 @@ HOSTILE_NAMES = (
     "<img src=x onerror=alert(1)>", "</script><script>alert(2)</script>", "a\"b'c&d", "__proto__", "слой.0",
     "../../etc/passwd", "a\nb\x00c", "x" * 3000, "", "%2e%2e", "🦊",
 )  # fmt: skip
-STORED_AS = {"count": 0, "mean": 1, "std": 2, "min": 3, "max": 4, "nan_count": 6, "inf_count": 7}
+STORED_AS = {
+    "count": 0,
+    "mean": 1,
+    "std": 2,
+    "min": 3,
+    "max": 4,
+    "nan_count": 6,
+    "inf_count": 7,
+    "skewness": 9,
+    "kurtosis": 10,
+}
 
 
 # --- Runs ---
@@ -71,14 +81,14 @@ def train(directory: Path) -> None:
 
 def write_hostile(directory: Path) -> None:
     """Beside honest activations: tags whose descriptions are none, and tensors that are not what was announced."""
-    described = {"version": 1, "kind": "gradient", "sites": [["a", ""]], "columns": list(STORED_COLUMNS)}
-    lying = tensor_util.make_tensor_proto(np.zeros((1, 9), dtype=np.float32))
+    described = {"version": 2, "kind": "gradient", "sites": [["a", ""]], "columns": list(STORED_COLUMNS)}
+    lying = tensor_util.make_tensor_proto(np.zeros((1, 11), dtype=np.float32))
     lying.tensor_shape.dim[0].size = 77
-    resource = tensor_util.make_tensor_proto(np.zeros((1, 9), dtype=np.float32))
+    resource = tensor_util.make_tensor_proto(np.zeros((1, 11), dtype=np.float32))
     resource.dtype = types_pb2.DT_RESOURCE
     values = [
-        ("tbhooks/weight", np.zeros((1, 9), dtype=np.float32), b"{"),
-        ("tbhooks/update", np.zeros((1, 9), dtype=np.float32), json.dumps(described | {"version": 99}).encode()),
+        ("tbhooks/weight", np.zeros((1, 11), dtype=np.float32), b"{"),
+        ("tbhooks/update", np.zeros((1, 11), dtype=np.float32), json.dumps(described | {"version": 99}).encode()),
         ("tbhooks/gradient", np.zeros((3, 2), dtype=np.float32), json.dumps(described).encode()),
         ("tbhooks/input", lying, json.dumps(described | {"kind": "input"}).encode()),
         ("tbhooks/functional", resource, json.dumps(described | {"kind": "functional"}).encode()),

@@ -26,6 +26,7 @@ from tbhooks.reduction import cpu, histogram, torch_rows
 from tbhooks.reduction.histogram import SLOTS
 from tests.support import reference
 from tests.support.slow import slow
+from tests.support.tensors import assert_same_shape, reader
 
 if shutil.which("cc") is None or cpu.library is None:
     pytest.skip("needs a C compiler and the kernel built with it", allow_module_level=True)
@@ -88,13 +89,14 @@ def check(x: Tensor, row: Any, counts: Any, rel: float = 1e-9) -> None:
     assert np.array_equal(counts[:-1], reference.bucket_counts(values))
     assert counts[-1] == values.size - finite.size
     if not finite.size:
-        assert row[stats.MEAN] == row[stats.M2] == 0
+        assert row[stats.MEAN] == row[stats.M2] == row[stats.M3] == row[stats.M4] == 0
         assert row[stats.MIN] == math.inf
         assert row[stats.MAX] == -math.inf
         return
     assert row[stats.MIN] == expected["min"]
     assert row[stats.MAX] == expected["max"]
     assert abs(row[stats.MEAN] - expected["mean"]) <= 1e-13 * expected["abs_max"]
+    assert_same_shape(reader(row), expected, rel)
     std = math.sqrt(row[stats.M2] / finite.size)
     if expected["std"] > 1e152 and std == math.inf:  # m2 itself is beyond double
         return
@@ -258,7 +260,11 @@ def test_errors_do_not_grow_with_millions() -> None:
         values = x.double()
         row, _ = run("wrapper", x)
         assert math.isclose(row[stats.MEAN], values.mean().item(), rel_tol=1e-13, abs_tol=1e-13 * std)
-        assert math.isclose(row[stats.M2], (values - values.mean()).square().sum().item(), rel_tol=1e-11)
+        away = values - values.mean()
+        away -= away.mean()  # the mean of numbers far from zero is rounded
+        assert math.isclose(row[stats.M2], away.square().sum().item(), rel_tol=1e-11)
+        assert math.isclose(row[stats.M4], away.pow(4).sum().item(), rel_tol=1e-11)
+        assert abs(row[stats.M3] - away.pow(3).sum().item()) < 1e-10 * row[stats.M4] / std
 
 
 def test_flushing_denormals_loses_no_half() -> None:
@@ -356,9 +362,9 @@ def test_units_with_anything_but_zeros_are_alive(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.skipif(shutil.which("valgrind") is None, reason="needs valgrind")
-@pytest.mark.parametrize(("dtype", "with_buckets", "most"), [(0, 0, 2.6), (0, 1, 6.5), (2, 0, 3.5), (1, 0, 3.4)])
+@pytest.mark.parametrize(("dtype", "with_buckets", "most"), [(0, 0, 3.1), (0, 1, 7.1), (2, 0, 4.0), (1, 0, 4.5)])
 def test_instructions_for_each_element(dtype: int, with_buckets: int, most: float) -> None:
-    """Counted, not timed: the same on a busy machine. A third above what it takes today."""
+    """Counted, not timed: the same on a busy machine. A quarter above what it takes today."""
     program = compiled("callgrind.c", "-O3", "-fopenmp-simd")
     out = BUILT / f"callgrind-{dtype}-{with_buckets}"
     command = ["valgrind", "--tool=callgrind", f"--callgrind-out-file={out}", "--toggle-collect=tbhooks_reduce"]
@@ -366,7 +372,7 @@ def test_instructions_for_each_element(dtype: int, with_buckets: int, most: floa
         [*command, str(program), str(dtype), str(with_buckets)], capture_output=True, timeout=200, check=True
     )
     total = next(line for line in out.read_text().splitlines() if line.startswith(("summary:", "totals:")))
-    assert int(total.split()[1]) / (1 << 20) < most
+    assert 1 < int(total.split()[1]) / (1 << 20) < most
 
 
 def test_a_library_of_another_version_is_not_used(tmp_path: Path) -> None:
@@ -401,7 +407,7 @@ from pathlib import Path
 from tbhooks.reduction import cpu as kernel
 torch.set_num_threads(4)
 tensors = [torch.ones(4096) for _ in range(100)]
-rows = torch.zeros(100, 9, dtype=torch.float64)
+rows = torch.zeros(100, 11, dtype=torch.float64)
 before = len(list(Path("/proc/self/task").iterdir()))
 kernel.reduce_all([kernel.job(x, row.data_ptr(), 0) for x, row in zip(tensors, rows)])
 print(len(list(Path("/proc/self/task").iterdir())) - before, int(rows[:, 0].sum()))

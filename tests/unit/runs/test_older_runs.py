@@ -51,6 +51,13 @@ def test_read_returns_the_numbers_of_then(name: str) -> None:
 
 
 @every_run
+def test_what_they_did_not_hold_is_unknown(name: str) -> None:
+    reading = runs.read(OLD_RUNS / name).training[0]["0", "activation"]
+    assert reading.std > 0
+    assert np.isnan([reading.skewness, reading.kurtosis]).all()
+
+
+@every_run
 def test_report_shows_them(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(OLD_RUNS / name), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -85,5 +92,8 @@ def test_the_tab_serves_them(name: str) -> None:
     expected = EXPECTED[name]
     assert header["steps"] == expected["training"]
     np.testing.assert_allclose(values[:, 0], list(expected["std"].values()), rtol=1e-6)
+    unknown = get("/matrix", kind="activation", stat="kurtosis")
+    start = 4 + int.from_bytes(unknown[:4], "little")
+    assert np.isnan(np.frombuffer(unknown[start:], "<f4")).all()
     findings = json.loads(get("/findings"))["findings"]
     assert [finding["rule"] for finding in findings] == [finding[1] for finding in expected["findings"]]

@@ -668,12 +668,12 @@ def tensor(tag: str, content: dict[str, Any], **fields: Any) -> summary_pb2.Summ
     return value
 
 
-ROWS = {"version": 1, "kind": "activation", "sites": [["x", ""]], "columns": list(stored_frames.STORED_COLUMNS)}
-COUNTS = {"version": 1, "kind": "activation", "sites": [["x", ""]], "encoding": "zlib of a .npy array [sites, buckets]"}
-ONE_ROW = np.array([[2, 1, 0, 1, 1, 0, 0, 0, 0]], "<f4").tobytes()
+ROWS = {"version": 2, "kind": "activation", "sites": [["x", ""]], "columns": list(stored_frames.STORED_COLUMNS)}
+COUNTS = {"version": 2, "kind": "activation", "sites": [["x", ""]], "encoding": "zlib of a .npy array [sites, buckets]"}
+ONE_ROW = np.array([[2, 1, 0, 1, 1, 0, 0, 0, 0, 0, 0]], "<f4").tobytes()
 
 
-def rows_value(content: dict[str, Any] = ROWS, raw: bytes = ONE_ROW, shape: tuple[int, ...] = (1, 9)) -> Any:
+def rows_value(content: dict[str, Any] = ROWS, raw: bytes = ONE_ROW, shape: tuple[int, ...] = (1, 11)) -> Any:
     return tensor("tbhooks/activation", content, dtype=types_pb2.DT_FLOAT, shape=shape, tensor_content=raw)
 
 
@@ -681,13 +681,14 @@ def rows_value(content: dict[str, Any] = ROWS, raw: bytes = ONE_ROW, shape: tupl
     "value",
     [
         rows_value(shape=(1, 8)),
-        rows_value(shape=(2**40, 9)),
+        rows_value(shape=(2**40, 11)),
         rows_value(shape=(2**62, 2**62)),
         rows_value(shape=()),
-        rows_value(shape=(-1, 9)),
+        rows_value(shape=(-1, 11)),
         rows_value(raw=ONE_ROW[:-1]),
         rows_value(raw=b""),
-        rows_value({**ROWS, "version": 2}),
+        rows_value({**ROWS, "version": 3}),
+        rows_value({**ROWS, "version": 1}),
         rows_value({**ROWS, "sites": [["x"]]}),
         rows_value({**ROWS, "sites": 3}),
         rows_value({**ROWS, "sites": [[1, 2]]}),
@@ -708,7 +709,7 @@ def test_tensors_that_do_not_fit_are_skipped_and_said(tmp_path: Path, small: byt
 @pytest.mark.parametrize("column", [0, 5, 6, 7])
 @pytest.mark.parametrize("count", [math.nan, math.inf, -1.0])
 def test_a_count_that_is_none_is_not_seen(tmp_path: Path, column: int, count: float) -> None:
-    row = np.array([[2, 1, 0, 1, 1, 0, 0, 0, 0]], "<f4")
+    row = np.array([[2, 1, 0, 1, 1, 0, 0, 0, 0, 0, 0]], "<f4")
     row[0, column] = count
     assert read_bytes(tmp_path / "r", event(0, rows_value(raw=row.tobytes()))).frames[0].sites == ()
 

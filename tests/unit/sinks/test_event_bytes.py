@@ -107,10 +107,12 @@ def plain_rows(frame: Frame, sites: Sequence[Site]) -> NDArray[np.float32]:
     """The rows of these sites as they are stored, and nothing for those that the frame has not."""
     rows = np.zeros((len(sites), len(STORED_COLUMNS)))
     rows[:, stats.MIN], rows[:, stats.MAX] = np.inf, -np.inf
+    rows[:, [stats.M3, stats.M4]] = np.nan
     for i, site in enumerate(sites):
         if site in frame.sites:
             row = frame.values[frame.sites.index(site)].copy()
             row[stats.M2] = math.sqrt(row[stats.M2] / max(row[stats.COUNT] - row[stats.NANS] - row[stats.INFS], 1.0))
+            row[stats.M3], row[stats.M4] = frame[site.name, site.kind].skewness, frame[site.name, site.kind].kurtosis
             row[stats.BASE] = math.sqrt(row[stats.BASE])
             rows[i] = row
     with np.errstate(over="ignore"):
@@ -405,11 +407,11 @@ def test_a_histogram_takes_sixteen_bytes_a_bar_and_59_and_its_tag(tmp_path: Path
     assert np.mean([len(histo.bucket) for histo in read.values()]) < 30
 
 
-def test_a_row_takes_36_bytes() -> None:
+def test_a_row_takes_44_bytes() -> None:
     sizes = [summary_size(many(n, histograms=False), ()) for n in (50, 51, 150)]
     names = 2 * len('["layer.0000",""],')
-    assert sizes[1] - sizes[0] == 2 * 36 + names
-    assert sizes[2] - sizes[0] == pytest.approx(100 * (2 * 36 + names), abs=8)  # lengths take a byte more
+    assert sizes[1] - sizes[0] == 2 * 44 + names
+    assert sizes[2] - sizes[0] == pytest.approx(100 * (2 * 44 + names), abs=8)  # lengths take a byte more
 
 
 def calls_of(run: Callable[[], Any]) -> int:

@@ -9,6 +9,7 @@ const GROUPS = [
   ["Size", ["mean", "std", "rms", "norm"]],
   ["Range", ["min", "max", "abs_max"]],
   ["Quantiles", ["p01", "p25", "p50", "p75", "p99"]],
+  ["Shape", ["skewness", "kurtosis"]],
   ["Elements", ["count", "zero_fraction", "nan_count", "inf_count"]],
 ];
 
@@ -19,6 +20,8 @@ const MEANING = {
   norm: "root of the sum of squares",
   abs_max: "largest magnitude",
   p50: "the median",
+  skewness: "mean cube of the deviations over std\u00b3: 0 if symmetric",
+  kurtosis: "mean fourth power of the deviations over std\u2074: 3 if normal, more with outliers",
   zero_fraction: "share of elements that are exactly zero",
 };
 
