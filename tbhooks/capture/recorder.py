@@ -133,6 +133,7 @@ class Recorder:
         self._owners: dict[int, object] = {}
         self.shards: dict[Site, tuple[int, int]] = {}
         """Of tensors that are sharded over ranks, which shard is on this rank, and of how many."""
+        self._sampled: dict[Site, int] = {}
         self._scalars: Scalars = {}
         self._earlier: dict[int, Scalars] = {}
         self._artifact_builders: list[ArtifactBuilder] = []
@@ -167,7 +168,7 @@ class Recorder:
         """Forgets what was recorded so far; waits for a tensor that is being read in another thread."""
         with self._lock:
             self.calls, self._scalars, self._earlier, self._artifact_builders = [], {}, {}, []
-            self._owners, self._parts = {}, []
+            self._owners, self._sampled, self._parts = {}, {}, []
             if self.metrics is not None:
                 self.metrics.forget()
             for buffer in self._buffers:
@@ -267,12 +268,18 @@ class Recorder:
         else:
             self.record_difference(site, tensor.detach(), before)
 
-    def record_difference(self, site: int, after: Tensor, before: Tensor) -> None:
-        """Reduces `after - before` for a site; `before` may be overwritten."""
+    def record_difference(self, site: int, after: Tensor, before: Tensor, whole: int | None = None) -> None:
+        """Reduces `after - before` for a site; `before` may be overwritten.
+
+        `whole` is given for a sample: the number of elements of the tensor that it was taken from.
+        """
         with self._lock, torch.no_grad():
-            span = self._record_dense(torch_rows.difference(after, before), None)
-            if span is not None:
-                self.calls.append((site, span))
+            for one, other in torch_rows.parts_to_subtract(after, before, PART):
+                span = self._record_dense(torch_rows.difference(one, other), None)
+                if span is not None:
+                    self.calls.append((site, span))
+            if whole is not None:
+                self._sampled[self.sites[site]] = whole
 
     def read_metrics(
         self, kind: str, path: str, index: str, tensor: Tensor, owner: object, scale: Tensor | None = None
@@ -377,7 +384,7 @@ class Recorder:
             copies = {i: copy_out(buffer) for i, buffer in enumerate(self._buffers) if not buffer.is_empty}
             packed = PackedStep(
                 step, time.time(), rank, self.sites[:], self._shown, self.with_buckets,
-                copies, self.calls, self._scalars, self._earlier, dict(self.shards),
+                copies, self.calls, self._scalars, self._earlier, dict(self.shards), self._sampled,
                 artifact_builders=self._artifact_builders, parts=self._parts,
             )  # fmt: skip
             self.restart()
@@ -387,8 +394,9 @@ class Recorder:
         """The buffer of a tensor's device."""
         key = (like.device, self.with_buckets)
         if key not in self._number:
+            made = Buffer(like, self.with_buckets, capacity=len(self.sites))  # raises if the device is full
             self._number[key] = len(self._buffers)
-            self._buffers.append(Buffer(like, self.with_buckets, capacity=len(self.sites)))
+            self._buffers.append(made)
         number = self._number[key]
         buffer = self._buffers[number]
         buffer.order.note()

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from tbhooks.capture import cuda_graphs
 from tbhooks.capture.autograd import profiler_label, without_dispatch_modes
 from tbhooks.capture.flight.recorder import FlightRecorder
 from tbhooks.capture.hooks.collectors import Profiles
@@ -50,13 +51,12 @@ class CaptureSession:
         self._rank, self._rank_group = context.rank, context.rank_group
         self._submit = submit
         self._report = report
-        self.raise_if_asked = raise_if_asked
-        """Raises the exception that the user has asked for (`on_nonfinite("raise")`), if there is one."""
+        self.raise_if_asked = raise_if_asked  # what the user has asked for with on_nonfinite("raise")
         self.schedule, self._bursts = schedule, bursts
         self._logged_steps = LoggedSteps(schedule, bursts, context)
         self.recorder = Recorder(kinds)
         self.observer = Observer(model, selector, self.recorder, self, report)
-        self.forwards = ForwardEvent(self._model, self.observer.gate, report)
+        self.forwards = ForwardEvent(self._model, self.observer.gate, self.observer.graph_capture, report)
         self._groups = GroupNumbers()
         self.flight = FlightRecorder(self._model, self._groups, bursts, context.rank, report)
         self._scalars = StepScalars(
@@ -97,6 +97,7 @@ class CaptureSession:
         self.scaler.start()
         self.clock.start()
         self.observer.placement.start()
+        cuda_graphs.begin(self, self.observer.graph_capture)
         self._open_step(self.clock.count)
 
     def stop(self, is_failing: bool = False) -> None:
@@ -134,6 +135,7 @@ class CaptureSession:
 
     def disconnect(self) -> None:
         """Removes the hooks on optimizers, the wrappers of GradScaler and the forward hooks on the model itself."""
+        cuda_graphs.end(self)
         self.replay.stop()
         self.scaler.stop()
         self.clock.stop()
@@ -151,9 +153,7 @@ class CaptureSession:
         self.observer.placement.forked()
 
     def settle(self, for_good: bool = False) -> None:
-        """Submits every step that has ended, before results are read. Only the training thread does this, or any thread
-        after the model was garbage-collected (`for_good`).
-        """
+        """Submits every step that has ended: in the training thread, or `for_good` after the model was deleted."""
         if for_good:
             self._report.wait_for_others()
         elif threading.get_ident() != self._thread:
@@ -224,7 +224,7 @@ class CaptureSession:
     def log(self, values: dict[str, Tensor | float], call: SampleCall | None = None) -> None:
         """Logs scalars and samples of the user, to the open step or to the one that has just ended."""
         with self._report.guarded("log"), self.clock.lock, profiler_label("log"):
-            ended = self._step_taking_late_scalars
+            ended = None if self.observer.graph_capture.is_running() else self._step_taking_late_scalars
             for tag, value in values.items():
                 self._scalars.log(tag, value, self._step, ended)
             if call is not None:

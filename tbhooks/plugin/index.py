@@ -45,6 +45,8 @@ class Tag:
     last_step: int
     last_time: float
     sites: tuple[Site, ...] = ()
+    sampled: Mapping[str, float] = field(default_factory=dict)
+    """The sites that are estimates from a sample, and the fraction of the elements that was read."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,11 @@ class Kind:
     @property
     def last_step(self) -> int:
         return max(tag.last_step for tag in self.rows)
+
+    @property
+    def sampled(self) -> Mapping[str, float]:
+        """The sites whose newest values are estimates from a sample, and the fraction of the elements that was read."""
+        return self.rows[-1].sampled
 
     @property
     def stats(self) -> list[str]:
@@ -126,7 +133,7 @@ def _kinds(series: Mapping[str, Any]) -> dict[str, Kind]:
         layout = _layout(one.plugin_content)
         if layout is None or layout.kind != match["kind"] or layout.buckets != bool(match["buckets"]):
             continue
-        tag = Tag(name, one.max_step, one.max_wall_time, layout.sites)
+        tag = Tag(name, one.max_step, one.max_wall_time, layout.sites, layout.sampled)
         found.setdefault(layout.kind, {}).setdefault(layout.buckets, {})[int(match["generation"] or 1)] = tag
     return {
         kind: Kind(kind, _by_generation(found[kind][False]), _by_generation(found[kind].get(True, {})))

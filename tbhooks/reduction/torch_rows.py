@@ -7,7 +7,7 @@ arithmetic: `reduce` makes thirteen, and leaves the arithmetic on single numbers
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache, partial
 
 import torch
@@ -107,8 +107,18 @@ def is_dense(tensor: Tensor) -> bool:
 def difference(after: Tensor, before: Tensor) -> Tensor:
     """`after - before`; half precision is subtracted in float32, which rounds less. `before` may be overwritten."""
     if after.dtype.itemsize < 4:
-        return after.float() - before.float()
+        return after.float().sub_(before if before.dtype in ORDINARY else before.float())
     return torch.sub(after, before, out=before)
+
+
+def parts_to_subtract(after: Tensor, before: Tensor, longest: int) -> Iterable[tuple[Tensor, Tensor]]:
+    """Parts whose differences together are that of the tensors. The difference of half precision takes more memory than
+    the tensors do: it is taken in parts of at most `longest` elements.
+    """
+    is_wide = after.dtype.itemsize >= 4  # subtracted in place
+    if is_wide or after.numel() <= longest or after.stride() != before.stride():
+        return [(after, before)]
+    return zip(torch.split(flat(after), longest), torch.split(flat(before), longest), strict=True)
 
 
 def write_row(numbers: Tensor, out: Tensor) -> None:

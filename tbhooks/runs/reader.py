@@ -17,7 +17,7 @@ from tensorboard.compat.proto import summary_pb2
 
 from tbhooks.data.errors import TbhooksError
 from tbhooks.data.flights import FLIGHT
-from tbhooks.data.frame import CHANNEL, EVALUATION, Finding, Frame, Site
+from tbhooks.data.frame import CHANNEL, EVALUATION, SAMPLED, Finding, Frame, Site
 from tbhooks.data.samples import NO_SAMPLES, Samples
 from tbhooks.data.stats import WIDTH, Floats
 from tbhooks.runs.event_records import Progress, event_of_bytes, records, size_of
@@ -227,6 +227,7 @@ class RunReader:
             frame.counts[layout.kind] = counts
         else:
             frame.rows[layout.kind] = layout, rows_of(value, layout)
+            frame.scalars |= {SAMPLED + name: fraction for name, fraction in layout.sampled.items()}
         return [layout.kind]
 
     def _begins(self, step: int, evaluation: bool, frame: _Step) -> bool:

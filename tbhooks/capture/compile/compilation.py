@@ -129,7 +129,7 @@ def _compile_frame(frame: _Frame) -> Any:
         for watching in found:
             watching.mark_calls()
         if found:
-            return _compile(wrapped, _, args, kwargs)
+            return _compile_frame(frame)
         traced, problem = dynamo.traced[before:], caught
         if not traced or not _may_be_ours(caught):
             raise
