@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor
 
@@ -18,7 +18,7 @@ from tbhooks.capture.compile.dynamo import dynamo_disable
 from tbhooks.capture.session import CaptureSession
 from tbhooks.capture.step import evaluation
 from tbhooks.collectors import channels, embeddings, images
-from tbhooks.data.display import display, mimebundle
+from tbhooks.data.display import LiveView, display, mimebundle
 from tbhooks.data.errors import ArgumentError, check_integer
 from tbhooks.data.findings import Findings
 from tbhooks.data.flights import Flight
@@ -27,22 +27,10 @@ from tbhooks.data.history import History
 from tbhooks.data.self_report import Stats
 from tbhooks.delivery.worker import DEADLINE_S, Follower, FollowerSink, Worker
 from tbhooks.drawing.model_table import Summary
-from tbhooks.reduction import cpu, triton
 from tbhooks.sinks import Sink
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-
-class LiveView(Protocol):
-    """The view that `Watch.live()` returns."""
-
-    updates: int
-    seconds: float
-
-    def choose(self, kind: str, stat: str) -> None: ...
-
-    def stop(self) -> None: ...
 
 
 class Watch:
@@ -308,9 +296,7 @@ class Watch:
 
         Call it between two steps. In the middle of a step the burst begins with the next one. `tbhooks burst DIR n`
         does the same from another terminal. With `ranks="merge"` these steps are those of the first rank, unless they
-        are logged anyway. Raises an `ArgumentError` if `n` is not a positive integer.
-
-        >>> w.burst(20)  # doctest: +SKIP
+        are logged anyway.
         """
         self._lifecycle.check_open()
         steps = check_integer("n", n)
@@ -328,9 +314,8 @@ class Watch:
         (known at the next logged step), when an exception or SIGTERM ends the training, by `dump()`, and at SIGUSR1
         with `on_signal=True`. After a dump that nobody asked for the next `burst` steps are logged in full.
 
-        `detail="global"` keeps only the norm of all gradients together. A run has at most 16 dumps and 64 MB of them.
-        `flights` has the dumps, and so has `runs.read(...).flights`; docs/flight-recorder.md says more. Raises an
-        `ArgumentError` if an argument is not accepted, or if it is called twice.
+        `detail="global"` keeps only the norm of all gradients together. A run has at most 16 dumps and 64 MB of them:
+        `flights` here, and in `runs.read(...)`. Raises an `ArgumentError` if it is called twice.
         """
         self._lifecycle.check_open()
         self._flights.start(steps, detail, on_signal, burst)
@@ -338,9 +323,9 @@ class Watch:
 
     @dynamo_disable
     def dump(self, reason: str) -> None:
-        """Writes the last steps of the flight recorder now. Called by another thread, when the running step ends.
+        """Writes the last steps of the flight recorder now, with this reason; for another thread when the step ends.
 
-        `reason` is written with it. Raises an `ArgumentError` without `flight_recorder()`.
+        Raises an `ArgumentError` without `flight_recorder()`.
         """
         self._lifecycle.check_open()
         self._flights.dump(reason)
@@ -404,14 +389,7 @@ class Watch:
     @property
     def stats(self) -> Stats:
         """What the watch reports about itself: skipped modules, errors, dropped steps, time spent. Does not wait."""
-        report, session = self._report, self._session
-        return Stats(
-            steps=session.clock.count, logged=session.logged, hooks_fired=report.hooks_fired,
-            unseen=dict(report.unseen), aliases=dict(session.observer.placement.aliases), errors=report.errors,
-            dropped=report.dropped, messages=tuple(report.messages), seconds_training=report.seconds_training,
-            seconds_pump=report.seconds_pump, clock=session.clock.mode, skipped=session.scaler.skipped,
-            seconds_views=report.seconds_views, kernel=cpu.name(), device_kernel=triton.name(),
-        )  # fmt: skip
+        return self._extras.stats()
 
     def live(self, kind: str = "activation", stat: str = "std", *, interactive: bool | None = None) -> LiveView:
         """Shows a view in a notebook cell that follows training: a heat map of layers by steps, the loss, findings.

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import tbhooks
 from tbhooks.capture.flight import recorder as flight_recorder
+from tbhooks.cli import main
 from tbhooks.data.flights import Flight, decode, encode
 from tests.support import compiling, fake_device, zoo
 from tests.support.loops import forward, mlp, sgd, steps_of
@@ -433,7 +434,7 @@ def test_wrong_arguments_are_refused(wrong: dict[str, Any]) -> None:
 # --- Reading back ---------------------------------------------------------------------------------------
 
 
-def test_a_run_has_the_dumps_under_their_own_steps(tmp_path: Path) -> None:
+def test_a_run_has_the_dumps_under_their_own_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = mlp()
     watching = tbhooks.watch(model, tmp_path, every=10).flight_recorder(steps=16)
     reference = train(model, watching, 25)
@@ -453,6 +454,12 @@ def test_a_run_has_the_dumps_under_their_own_steps(tmp_path: Path) -> None:
     assert series.steps.tolist()[0] == 9
     expected = [math.hypot(*reference.norms[step]) for step in series.steps.tolist() if step < 30]
     assert np.allclose(series.values[: len(expected)], expected, rtol=1e-5)
+    assert main(["report", str(tmp_path)]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "flight recorder (2)" in printed
+    assert str(run.flights[1]) in printed
+    assert main(["report", str(tmp_path), "--html", str(tmp_path / "page.html")]) == 0
+    assert "Flight recorder" in (tmp_path / "page.html").read_text(encoding="utf-8")
 
 
 def test_bytes_become_the_same_flight_again() -> None:
