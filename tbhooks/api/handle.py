@@ -223,6 +223,34 @@ class Watch:
         self._extras.per_channel(pattern, kinds, histograms)
         return self
 
+    def metric(
+        self, name: str, function: Callable[[Tensor], Any] | None = None, pattern: Any = None,
+        kind: str = "activation", reduce: str = "mean",
+    ) -> Self:  # fmt: skip
+        """Computes a number of your own, or up to 64, from tensors of logged steps.
+
+        Args:
+            name: the name of the metric. Its tags are `metric.<name>/<site>`, with `[i]` behind it for several numbers.
+            function: from a tensor to a number, or to a 1-d tensor of up to 64. It is called with the detached tensor,
+                without gradients and outside of autocast; what it returns stays on the device until the step's copy.
+                `tbhooks.metrics` has ready ones, which are also found by their name alone; `"write_ratio"` is how much
+                a module changes its first input (`activation.write_ratio/<site>`).
+            pattern: selects modules, as `include` of `watch` does; a glob may also name taps ("*:scores") and
+                parameters. All sites of the kind by default.
+            kind: "activation", "gradient", "input", "weight" or "weight_gradient".
+            reduce: how several calls in a step, and several ranks, become one number: "mean", "sum", "max" or "min".
+
+        A function that raises, returns something else, changes its tensor, draws random numbers or waits for the device
+        is reported and switched off; training goes on. Raises an `ArgumentError` for wrong arguments.
+
+        >>> w.metric("logsumexp", tbhooks.metrics.logsumexp, "lm_head")  # doctest: +SKIP
+        >>> w.metric("small", lambda t: (t.abs() < 1e-3).float().mean(), "layers.*", reduce="max")  # doctest: +SKIP
+
+        """
+        self._lifecycle.check_open()
+        self._extras.metric(name, function, pattern, kind, reduce)
+        return self
+
     def embeddings(
         self, pattern: Any, labels: Any = None, thumbnails: Any = None, every: int | None = None,
         most: int = embeddings.MOST,
