@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from tbhooks.data.errors import ArgumentError, nearest
+from tbhooks.data.errors import ArgumentError, similar
 from tbhooks.data.findings import Issue, first_of_each, issues
 from tbhooks.data.frame import Finding, Frame
 from tbhooks.runs.event_records import Progress, records, size_of
@@ -179,10 +179,11 @@ def _files(where: Path) -> tuple[list[Path], list[Path]]:
 
 
 def _missing(where: Path) -> str:
-    siblings = sorted(path.name for path in where.parent.iterdir()) if where.parent.is_dir() else []
-    if siblings:
-        return f"there is no directory {str(where)!r}: in {where.parent}, {nearest(where.name, siblings)}"
-    return f"there is no directory {str(where)!r}: {where.parent} is empty or missing too"
+    if not where.parent.is_dir():
+        return f"there is no directory {str(where)!r}, and no {str(where.parent)!r} either"
+    close = similar(where.name, sorted(path.name for path in where.parent.iterdir()))
+    hint = f": did you mean {' or '.join(repr(str(where.parent / name)) for name in close)}?" if close else ""
+    return f"there is no directory {str(where)!r}{hint}"
 
 
 def _empty(where: Path) -> str:

@@ -56,12 +56,10 @@ def end(observer: TapObserver) -> None:
 @dynamo_skip
 def read(name: str, value: object) -> None:
     """Called by every tap of the process while a model is watched."""
-    if torch.compiler.is_compiling():
-        _read_in_graph(name, value)
-        return
     for observer in _observers:
-        if observer.gate.open or observer.gate.evaluation:
-            _read(name, value)
+        gate = observer.gate
+        if gate.open or gate.evaluation:  # compiled code has one graph for each answer
+            (_read_in_graph if torch.compiler.is_compiling() else _read)(name, value)
             return
 
 
@@ -84,7 +82,7 @@ def _running_modules() -> Iterator[nn.Module]:
 
 
 def _read_in_graph(name: str, value: object) -> None:
-    """Traced by torch.compile: there is one graph for each answer of the gates."""
+    """Traced by torch.compile."""
     for observer in _observers:
         gate = observer.gate
         if (gate.open or gate.evaluation) and gate.compiling_tap():

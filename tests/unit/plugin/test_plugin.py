@@ -205,7 +205,17 @@ def test_without_a_data_provider_there_is_no_tab() -> None:
 
 
 def test_every_file_of_the_page_has_a_route_and_nothing_else_of_the_package_has(tab: Tab) -> None:
-    questions = {"/runs", "/sites", "/matrix", "/distribution", "/history", "/findings", "/scalars", "/overview"}
+    questions = {
+        "/runs",
+        "/sites",
+        "/matrix",
+        "/distribution",
+        "/history",
+        "/findings",
+        "/scalars",
+        "/overview",
+        "/rules.md",
+    }
     files = {f"/{path.relative_to(STATIC).as_posix()}" for path in STATIC.rglob("*") if path.is_file()}
     assert set(tab.routes) == questions | files
     assert "/index.js" in files
