@@ -27,7 +27,7 @@ from tbhooks.reduction.finalize import Block
 
 # Torch reductions make temporaries of 44 bytes an element: larger tensors are reduced in parts of at least this length,
 # and in so few parts that a tensor of 100 million elements takes some 130 launches, not thousands.
-PART = 1 << 20
+PART = 1 << 22
 MOST_PARTS = 7
 # Bucket counts are 32-bit integers.
 MOST_COUNT = 2**31 - 1

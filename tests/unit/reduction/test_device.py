@@ -270,7 +270,7 @@ def parameter_step(parameters: int, **options: Any) -> tuple[int, fake_device.Lo
 
 @pytest.mark.parametrize(
     ("histograms", "most"),
-    [pytest.param(False, 60, marks=slow("histograms add to these")), (True, 80)],
+    [pytest.param(False, 75, marks=slow("histograms add to these")), (True, 95)],
 )
 def test_five_hundred_parameters_cost_as_many_launches_as_ten(histograms: bool, most: int) -> None:
     ten, _ = parameter_step(10, histograms=histograms)
