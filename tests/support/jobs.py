@@ -412,6 +412,37 @@ def logging(rank: int) -> Any:
     return found, *summary(rank, w)
 
 
+class _Doubling(nn.Module):
+    """Names what it computes first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head = nn.Linear(6, 1).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(tbhooks.tap("doubled", x * 2))
+
+
+def tapping(rank: int) -> Any:
+    """A tap, metrics with every kind of merging, and samples, of a step that is merged."""
+    model = _Doubling()
+    w = tbhooks.watch(model, None, 1, ranks="merge")
+    for reduce in ("max", "sum", "mean"):
+        w.metric(reduce, lambda t: t.abs().max(), "(root):doubled", reduce=reduce)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for _ in range(2):
+        x = batch(0, rank)
+        w.samples(x.square().mean(1), [f"rank{rank}-{i}" for i in range(4)], "all", most=3)
+        loss_of(model(x)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    w.flush()
+    frame = w.history[0]
+    reading = frame["(root):doubled", "activation"]
+    return [reading.count, reading.mean, reading.std], dict(frame.scalars), frame.samples.ids, w.stats.errors
+
+
 def dropping(rank: int) -> Any:
     """Rank 1 is out of memory for numbers, and drops every step."""
     if rank == 1:
