@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tbhooks.data.errors import ArgumentError, similar
 from tbhooks.data.findings import Issue, first_of_each, issues
+from tbhooks.data.flights import Flight
 from tbhooks.data.frame import Finding, Frame
 from tbhooks.runs.event_records import Progress, records, size_of
 from tbhooks.runs.reader import RunReader, starts_with_frame
@@ -36,6 +37,11 @@ class Run:
     channels: list[Frame] = field(default_factory=list)
     """The statistics of `per_channel` by step, with one site per channel: path `conv1`, index `[3]`, kind
     `channel.activation`."""
+
+    flights: list[Flight] = field(default_factory=list)
+    """The dumps of the flight recorder, oldest first, of all ranks."""
+    flights_left_out: list[str] = field(default_factory=list)
+    """Step and reason of the dumps that were not made, because there were too many."""
 
     @property
     def training(self) -> list[Frame]:
@@ -96,7 +102,10 @@ def read(directory: str | Path, progress: Progress | None = None) -> Run:
     for path in lines:
         reader.read_frames(path)
     frames, scalars, channels = reader.contents()
-    return Run(where, frames, first_of_each(frames), scalars, reader.problems, channels)
+    flights = reader.flights.with_files(where, reader.report)
+    return Run(
+        where, frames, first_of_each(frames), scalars, reader.problems, channels, flights, reader.flights.left_out
+    )
 
 
 def check_run(directory: Path) -> None:

@@ -54,6 +54,7 @@ def page(run: Run) -> str:
         _summary(run),
         _curves(run),
         _findings(run),
+        _flights(run),
         _problems(run),
         _scalars(run),
         _heat_maps(run_grids(run)),
@@ -112,6 +113,12 @@ def _findings(run: Run) -> str:
     folded = html.details(html.plural(len(notes), "note"), "".join(notes)) if notes else ""
     none = html.paragraph(f"{findings.NONE_FOUND.capitalize()}.", css="")
     return '<h2 id="findings">Findings</h2>' + ("".join(urgent) + folded or none)
+
+
+def _flights(run: Run) -> str:
+    texts = [str(flight) for flight in run.flights]
+    left_out = [f"left out: {reason}" for reason in run.flights_left_out]
+    return f'<h2 id="flights">Flight recorder</h2>{html.bullets([*texts, *left_out])}' if texts or left_out else ""
 
 
 def _problems(run: Run) -> str:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from tbhooks.data.frame import EVALUATION, KINDS
+from tbhooks.data.self_report import listed
 from tbhooks.drawing.names import shorten_all
 from tbhooks.drawing.text import number, printable, trend
 from tbhooks.runs import Run
@@ -70,9 +71,18 @@ def run_report(run: Run, width: int, *, all_rows: bool = False) -> list[Section]
         *_scalars(run, width),
         *_tables(run_grids(run), flagged, width, all_rows),
         Section(f"findings ({len(lines)})", notes=lines or [findings.NONE_FOUND if run.frames else _NOT_CHECKED]),
+        *_flights(run),
         *([Section("problems with the files", notes=[printable(p) for p in run.problems])] if run.problems else []),
         Section("more", notes=_hints(run), verbatim=True),
     ]
+
+
+def _flights(run: Run) -> list[Section]:
+    """What the flight recorder has dumped, and what was left out."""
+    notes = [printable(str(flight)) for flight in run.flights]
+    if run.flights_left_out:
+        notes.append(printable(f"{len(run.flights_left_out)} more dumps were left out: {listed(run.flights_left_out)}"))
+    return [Section(f"flight recorder ({len(run.flights)})", notes=notes)] if notes else []
 
 
 def _scalars(run: Run, width: int) -> list[Section]:
