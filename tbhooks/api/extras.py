@@ -25,9 +25,10 @@ from tbhooks.data import stats
 from tbhooks.data.artifacts import Artifact, RunEnded
 from tbhooks.data.errors import ArgumentError, check_integer, check_names, invalid_argument
 from tbhooks.data.frame import Frame
-from tbhooks.data.self_report import Report
+from tbhooks.data.self_report import Report, Stats
 from tbhooks.delivery.worker import Worker
 from tbhooks.drawing.model_table import Summary
+from tbhooks.reduction import cpu, triton
 from tbhooks.reduction.metrics import READY
 from tbhooks.sinks.remote import is_remote
 
@@ -151,6 +152,16 @@ class Extras:
         session.profiles.add(profile)
         if first == now:
             profile.start()
+
+    def stats(self) -> Stats:
+        report, session = self._report, self._session
+        return Stats(
+            steps=session.clock.count, logged=session.logged, hooks_fired=report.hooks_fired,
+            unseen=dict(report.unseen), aliases=dict(session.observer.placement.aliases), errors=report.errors,
+            dropped=report.dropped, messages=tuple(report.messages), seconds_training=report.seconds_training,
+            seconds_pump=report.seconds_pump, clock=session.clock.mode, skipped=session.scaler.skipped,
+            seconds_views=report.seconds_views, kernel=cpu.name(), device_kernel=triton.name(),
+        )  # fmt: skip
 
     def _collect(self, collector: Collector) -> None:
         if self._lifecycle.is_writing:

@@ -17,7 +17,7 @@ from torch import Tensor
 from tbhooks.capture.step_table import PARAMETER_KINDS, UNKNOWN_SHARD, UNSHARDED, MergedStep, StepTable
 from tbhooks.data import ranks, stats
 from tbhooks.data.artifacts import Artifact
-from tbhooks.data.frame import GRADIENT_NORM, NONFINITE_SINCE, RAW_GRADIENT_NORM, Frame, Site
+from tbhooks.data.frame import GRADIENT_NORM, NONFINITE_SINCE, RAW_GRADIENT_NORM, SAMPLED, Frame, Site
 from tbhooks.reduction import finalize
 
 Number = TypeVar("Number", np.float64, np.int64)
@@ -44,7 +44,9 @@ class Copy:
 
     def wait(self) -> None:
         if self.event is not None:
-            self.event.synchronize()
+            # The background thread starts on the first device, where waiting may cost a context of its own.
+            with torch.cuda.device(self.event.device):
+                self.event.synchronize()
 
     def rows(self) -> stats.Floats:
         data = self._records()[:, : stats.WIDTH * self.row_type.itemsize].view(self.row_type)
@@ -108,6 +110,8 @@ class PackedStep:
     earlier: dict[int, Scalars]
     shards: Mapping[Site, tuple[int, int]] = field(default_factory=dict)
     """Of tensors that are sharded over ranks, which shard was read, and of how many."""
+    sampled: Mapping[Site, int] = field(default_factory=dict)
+    """Of tensors of which only a sample was read, the number of their elements."""
     group: int = 0
     """The lowest of the ranks that worked on the same batch."""
     merge: Merge | None = None
@@ -186,14 +190,29 @@ class PackedStep:
             host_counts = {i: copy.counts() for i, copy in self.copies.items()}
             counts = stats.merge_counts(_gather(host_counts, record, stats.BUCKETS), owner, len(order))
         sites = [self.sites[number] for number in order]
+        values = stats.merge(_gather(rows, record, stats.WIDTH), owner, len(order))
+        scalars = {**_read(self.scalars, rows), **self._extrapolate(sites, values, counts)}
         table = StepTable(
-            self.step, sites, stats.merge(_gather(rows, record, stats.WIDTH), owner, len(order)), counts,
-            np.array([self._shard(site) for site in sites], dtype=np.int64).reshape(-1, 2), _read(self.scalars, rows),
+            self.step, sites, values, counts,
+            np.array([self._shard(site) for site in sites], dtype=np.int64).reshape(-1, 2), scalars,
             {step: _read(scalars, rows) for step, scalars in self.earlier.items()}, self.group,
         )  # fmt: skip
         for add in self.parts:
             table = add(table, self._attached)
         return table
+
+    def _extrapolate(self, sites: Sequence[Site], values: stats.Floats, counts: stats.Counts) -> dict[str, float]:
+        """Scales the rows and counts of samples to their whole tensors, in place. Returns the scalars that mark them:
+        which fraction of the elements was read.
+        """
+        marks = {}
+        for i, site in enumerate(sites):
+            read = values[i, stats.COUNT]
+            if site in self.sampled and read:
+                counts[i] = np.round(counts[i] * (self.sampled[site] / read))
+                values[i] = stats.extrapolated(values[i], self.sampled[site])
+                marks[SAMPLED + site.name] = float(read / self.sampled[site])
+        return marks
 
     def _shard(self, site: Site) -> tuple[int, int]:
         return self.shards.get(site, UNSHARDED if site.kind in PARAMETER_KINDS else UNKNOWN_SHARD)

@@ -25,8 +25,10 @@ from tbhooks.reduction import batched, cpu, histogram, torch_rows, triton
 from tbhooks.reduction.cpu import Address
 from tbhooks.reduction.finalize import Block
 
-# Torch reductions make temporaries of the tensor's size: larger tensors are reduced in parts of this length.
-PART = 1 << 20
+# Torch reductions make temporaries of 44 bytes an element: larger tensors are reduced in parts of at least this length,
+# and in so few parts that a tensor of 100 million elements takes some 130 launches, not thousands.
+PART = 1 << 22
+MOST_PARTS = 7
 # Bucket counts are 32-bit integers.
 MOST_COUNT = 2**31 - 1
 
@@ -48,11 +50,20 @@ def reduce_by_torch(numbers: Tensor, buffer: Buffer, record: int) -> None:
     """With torch operations, for devices without Triton and where there is no C kernel."""
     if numbers.is_cpu or numbers.numel() == 0:
         torch_rows.write_row(numbers, buffer.row(record))
+    elif buffer.row_type is torch.float32:
+        size, block = numbers.numel(), numbers.reshape(1, -1)
+        parts = batched.reduce(block, buffer.row_type, is_padded=False)
+        buffer.unfinished.hold(Block([record], [size], size, shifted=True), parts)
     else:
         size = numbers.numel()
         buffer.unfinished.hold(Block([record], [size], size), torch_rows.reduce(numbers, buffer.row_type))
     if buffer.with_buckets:
         histogram.add_counts(numbers, buffer.counts(record))
+
+
+def part_length(size: int) -> int:
+    """How many elements of a tensor of `size` torch operations reduce at a time."""
+    return min(max(PART, -(-size // MOST_PARTS)), histogram.MOST)
 
 
 def _reduce_divided(numbers: Tensor, scale: Tensor, buffer: Buffer, record: int) -> None:
@@ -122,6 +133,7 @@ class Recorder:
         self._owners: dict[int, object] = {}
         self.shards: dict[Site, tuple[int, int]] = {}
         """Of tensors that are sharded over ranks, which shard is on this rank, and of how many."""
+        self._sampled: dict[Site, int] = {}
         self._scalars: Scalars = {}
         self._earlier: dict[int, Scalars] = {}
         self._artifact_builders: list[ArtifactBuilder] = []
@@ -156,7 +168,7 @@ class Recorder:
         """Forgets what was recorded so far; waits for a tensor that is being read in another thread."""
         with self._lock:
             self.calls, self._scalars, self._earlier, self._artifact_builders = [], {}, {}, []
-            self._owners, self._parts = {}, []
+            self._owners, self._sampled, self._parts = {}, {}, []
             if self.metrics is not None:
                 self.metrics.forget()
             for buffer in self._buffers:
@@ -256,12 +268,18 @@ class Recorder:
         else:
             self.record_difference(site, tensor.detach(), before)
 
-    def record_difference(self, site: int, after: Tensor, before: Tensor) -> None:
-        """Reduces `after - before` for a site; `before` may be overwritten."""
+    def record_difference(self, site: int, after: Tensor, before: Tensor, whole: int | None = None) -> None:
+        """Reduces `after - before` for a site; `before` may be overwritten.
+
+        `whole` is given for a sample: the number of elements of the tensor that it was taken from.
+        """
         with self._lock, torch.no_grad():
-            span = self._record_dense(torch_rows.difference(after, before), None)
-            if span is not None:
-                self.calls.append((site, span))
+            for one, other in torch_rows.parts_to_subtract(after, before, PART):
+                span = self._record_dense(torch_rows.difference(one, other), None)
+                if span is not None:
+                    self.calls.append((site, span))
+            if whole is not None:
+                self._sampled[self.sites[site]] = whole
 
     def read_metrics(
         self, kind: str, path: str, index: str, tensor: Tensor, owner: object, scale: Tensor | None = None
@@ -366,7 +384,7 @@ class Recorder:
             copies = {i: copy_out(buffer) for i, buffer in enumerate(self._buffers) if not buffer.is_empty}
             packed = PackedStep(
                 step, time.time(), rank, self.sites[:], self._shown, self.with_buckets,
-                copies, self.calls, self._scalars, self._earlier, dict(self.shards),
+                copies, self.calls, self._scalars, self._earlier, dict(self.shards), self._sampled,
                 artifact_builders=self._artifact_builders, parts=self._parts,
             )  # fmt: skip
             self.restart()
@@ -376,8 +394,9 @@ class Recorder:
         """The buffer of a tensor's device."""
         key = (like.device, self.with_buckets)
         if key not in self._number:
+            made = Buffer(like, self.with_buckets, capacity=len(self.sites))  # raises if the device is full
             self._number[key] = len(self._buffers)
-            self._buffers.append(Buffer(like, self.with_buckets, capacity=len(self.sites)))
+            self._buffers.append(made)
         number = self._number[key]
         buffer = self._buffers[number]
         buffer.order.note()
@@ -390,11 +409,12 @@ class Recorder:
                 return None
             if triton.takes(numbers):
                 return self._record_parts(numbers, triton.LONGEST, partial(_reduce_by_triton, scale))
+            longest = part_length(numbers.numel())
             if scale is not None:
-                return self._record_parts(numbers, PART, lambda *part: _reduce_divided(part[0], scale, *part[1:]))
+                return self._record_parts(numbers, longest, lambda *part: _reduce_divided(part[0], scale, *part[1:]))
             if cpu.can_read(numbers):
                 return self._record_parts(numbers, MOST_COUNT, reduce_by_kernel)
-            return self._record_parts(numbers, PART, reduce_by_torch)
+            return self._record_parts(numbers, longest, reduce_by_torch)
 
     def _record_parts(self, numbers: Tensor, longest: int, reduce: Reduce) -> Span:
         number, buffer = self._buffer(numbers)

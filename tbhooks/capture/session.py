@@ -14,7 +14,9 @@ from collections.abc import Callable
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from tbhooks.capture import cuda_graphs
 from tbhooks.capture.autograd import profiler_label, without_dispatch_modes
+from tbhooks.capture.flight.recorder import FlightRecorder
 from tbhooks.capture.hooks.collectors import Profiles
 from tbhooks.capture.hooks.forward_event import ForwardEvent, Subscription
 from tbhooks.capture.hooks.observer import Observer
@@ -45,20 +47,20 @@ class CaptureSession:
         mode: str, context: RankContext, submit: Callable[[PackedStep], None],
         on_nonfinite: Callable[[int, Replay], None], raise_if_asked: Callable[[], None], report: Report,
     ) -> None:  # fmt: skip
-        self._model, self._kinds = weakref.ref(unwrap(model)), kinds
+        self._model = weakref.ref(unwrap(model))
         self._rank, self._rank_group = context.rank, context.rank_group
         self._submit = submit
         self._report = report
-        self.raise_if_asked = raise_if_asked
-        """Raises the exception that the user has asked for (`on_nonfinite("raise")`), if there is one."""
+        self.raise_if_asked = raise_if_asked  # what the user has asked for with on_nonfinite("raise")
         self.schedule, self._bursts = schedule, bursts
         self._logged_steps = LoggedSteps(schedule, bursts, context)
         self.recorder = Recorder(kinds)
         self.observer = Observer(model, selector, self.recorder, self, report)
-        self.forwards = ForwardEvent(self._model, self.observer.gate, report)
+        self.forwards = ForwardEvent(self._model, self.observer.gate, self.observer.graph_capture, report)
         self._groups = GroupNumbers()
+        self.flight = FlightRecorder(self._model, self._groups, bursts, context.rank, report)
         self._scalars = StepScalars(
-            self._model, self.recorder, self.observer, self._groups, self.forwards, context, submit
+            self._model, self.recorder, self.observer, self._groups, self.forwards, self.flight, context, submit
         )
         self.metrics = self._scalars.metrics
         self.samples = StepSamples(self.recorder, self.observer, context, submit, report)
@@ -68,11 +70,14 @@ class CaptureSession:
             mode, context.first_step, self._model, self.observer, self.parameters, self.forwards, self, report
         )
         self.scaler = ScalerReader(
-            self.observer, self.clock, self.recorder, self.parameters.gradients_unscaled, self._step_skipped, report
-        )
+            self.observer, self.clock, self.recorder, self.flight, self.parameters.gradients_unscaled,
+            self._step_skipped, report,
+        )  # fmt: skip
         self.tripwire = Tripwire()
         self.profiles = Profiles()
-        self._evaluation: Evaluation | None = None
+        self.evaluation = Evaluation(
+            self.observer, self.forwards, kinds, schedule.histograms is not False, self._submit_evaluation, report
+        )
         self.replay = Replay(self._model, self.observer, on_nonfinite, report)
         self._step = Step(context.first_step)
         self._ended: Step | None = None
@@ -92,6 +97,7 @@ class CaptureSession:
         self.scaler.start()
         self.clock.start()
         self.observer.placement.start()
+        cuda_graphs.begin(self, self.observer.graph_capture)
         self._open_step(self.clock.count)
 
     def stop(self, is_failing: bool = False) -> None:
@@ -129,6 +135,7 @@ class CaptureSession:
 
     def disconnect(self) -> None:
         """Removes the hooks on optimizers, the wrappers of GradScaler and the forward hooks on the model itself."""
+        cuda_graphs.end(self)
         self.replay.stop()
         self.scaler.stop()
         self.clock.stop()
@@ -146,9 +153,7 @@ class CaptureSession:
         self.observer.placement.forked()
 
     def settle(self, for_good: bool = False) -> None:
-        """Submits every step that has ended, before results are read. Only the training thread does this, or any thread
-        after the model was garbage-collected (`for_good`).
-        """
+        """Submits every step that has ended: in the training thread, or `for_good` after the model was deleted."""
         if for_good:
             self._report.wait_for_others()
         elif threading.get_ident() != self._thread:
@@ -165,7 +170,7 @@ class CaptureSession:
         """Removes every hook from the model, except those in compiled code, which do nothing then. Can be nested."""
         with self._report.guarded("pausing"), self.clock.lock:
             self._step_is_over()  # if the next step begins in the pause, no hook is called
-        self._pauses += 1
+        self._pauses, self.flight.is_paused = self._pauses + 1, True
         self.observer.detach()
         self.clock.pause()
         self.forwards.pause()
@@ -175,6 +180,7 @@ class CaptureSession:
     def resume(self) -> None:
         self._pauses -= 1
         if not self._pauses:
+            self.flight.is_paused = False
             self.clock.resume()
             self.forwards.resume()
             self.replay.start()
@@ -184,14 +190,6 @@ class CaptureSession:
                 self.observer.placement.attach()
 
     # Features that the user turns on, for the handle.
-
-    def read_evaluations(self) -> None:
-        """From now on evaluation passes are recorded, separately from training."""
-        if self._evaluation is None:
-            with_buckets = self.schedule.histograms is not False
-            self._evaluation = Evaluation(
-                self.observer, self.forwards, self._kinds, with_buckets, self._submit_evaluation, self._report
-            )
 
     def _submit_evaluation(self, recorder: Recorder) -> None:
         """Submits an evaluation after the training step that ended last, and with its label."""
@@ -226,7 +224,7 @@ class CaptureSession:
     def log(self, values: dict[str, Tensor | float], call: SampleCall | None = None) -> None:
         """Logs scalars and samples of the user, to the open step or to the one that has just ended."""
         with self._report.guarded("log"), self.clock.lock, profiler_label("log"):
-            ended = self._step_taking_late_scalars
+            ended = None if self.observer.graph_capture.is_running() else self._step_taking_late_scalars
             for tag, value in values.items():
                 self._scalars.log(tag, value, self._step, ended)
             if call is not None:
@@ -247,6 +245,7 @@ class CaptureSession:
             elif label is not None:
                 self._last_label = label
                 ended.relabel(label)
+                self.flight.relabel(label)
 
     # Events, called by the clock, the scaler reader and the observer.
 
@@ -262,6 +261,7 @@ class CaptureSession:
         self.scaler.before_optimizer(optimizer)
         with without_dispatch_modes():
             self.tripwire.check(optimizer, self.clock.count)
+        self.flight.before_optimizer(optimizer, has_closure, self.clock.count)
         self.replay.check(optimizer, self.clock.count)
         self._scalars.before_optimizer(optimizer, self.clock.count)
         if self.is_logging():
@@ -271,6 +271,7 @@ class CaptureSession:
                 self.parameters.before_optimizer(optimizer, has_closure)
 
     def after_optimizer(self, optimizer: Optimizer, has_closure: bool) -> None:
+        self.flight.after_optimizer(optimizer, has_closure, self.clock.count)
         if self.is_logging():
             with without_dispatch_modes(), profiler_label("parameters"):
                 self.parameters.after_optimizer(optimizer, has_closure)
@@ -346,6 +347,7 @@ class CaptureSession:
         ended.is_logged = self.observer.seen is not None
         ended.close(label, self.recorder.scalar_tags)
         next_number = self.clock.count + 1
+        self.flight.step_ended(self.clock.count, label)
         if not self._pauses:
             self._bursts.begin(next_number + self._forward_is_compiled)
         self._step = Step(next_number, self._logged_steps.logs(next_number))
@@ -416,6 +418,7 @@ class CaptureSession:
         self.parameters.clear()
         self.observer.leave_out_unused()
         with without_dispatch_modes():
+            self.flight.add_to_copy(self.recorder)
             self.observer.units.log(self.recorder)
             self.observer.collectors.end(self.recorder)
         self.observer.end(keep_hooks)
@@ -443,6 +446,5 @@ class CaptureSession:
             self._ended.takes_late_scalars = False
 
     def _finish_evaluation(self) -> None:
-        if self._evaluation is not None:
-            self._evaluation.finish()
+        self.evaluation.finish()
         self._scalars.means.write_evaluation(self._last_label)

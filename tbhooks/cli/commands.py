@@ -8,6 +8,7 @@ import inspect
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -36,8 +37,8 @@ examples:
 
 In a script: tbhooks.watch(model, writer, every=100)
 
-exit codes: 0, or that of the script under "run"; 1 if "check" finds an issue of the --fail-on severity; 2 if an
-argument is wrong or a run cannot be read; 130 after Ctrl-C.
+exit codes: 0, or that of the script under "run"; 1 if "check" finds an issue of the --fail-on severity or a check of
+"selftest" fails; 2 if an argument is wrong or a run cannot be read; 130 after Ctrl-C.
 """
 
 
@@ -56,6 +57,7 @@ def main(arguments: Sequence[str]) -> int:
     _add_report(verbs.add_parser("report", help="summarize a run layer by layer, with its findings"))
     _add_check(verbs.add_parser("check", help="print findings; exit 1 if any reaches --fail-on"))
     _add_bench(verbs.add_parser("bench", help="measure the overhead of monitoring on this machine, with your model"))
+    _add_selftest(verbs.add_parser("selftest", help="prove on this machine, with its GPU, what tbhooks promises"))
     _add_burst(verbs.add_parser("burst", help="have a training that is running log its next steps in full"))
     listing = verbs.add_parser("rules", help="list diagnostic rules")
     listing.set_defaults(verb=_rules)
@@ -264,6 +266,48 @@ def _show_rounds(done: int, total: int) -> None:
     if sys.stderr.isatty():
         line = f"\rround {done} of {total}" if done < total else "\r\x1b[K"
         print(line, end="", file=sys.stderr, flush=True)
+
+
+# --- selftest -----------------------------------------------------------------------------------------
+
+
+def _add_selftest(selftest: argparse.ArgumentParser) -> None:
+    selftest.description = (
+        "Runs twelve checks on this machine: kernels, waits, copies, numbers, bits, speed, torch.compile, several "
+        "devices and processes, full memory. Prints a table and one line to paste into an issue. The exit code is 1 "
+        "if a check fails."
+    )
+    selftest.add_argument("--device", default="", help="cpu, cuda or cuda:N (default: cuda if there is one)")
+    selftest.add_argument("--quick", action="store_true", help="fewer and smaller tensors; about a minute")
+    selftest.add_argument("--json", metavar="FILE", help="also write the results to this file")
+    selftest.set_defaults(verb=_selftest)
+
+
+def _selftest(options: argparse.Namespace) -> int:
+    try:
+        return _run_verb("selftest", lambda: _print_selftest(options))
+    except KeyboardInterrupt:
+        print("\ntbhooks selftest: stopped", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _print_selftest(options: argparse.Namespace) -> int:
+    import torch  # noqa: PLC0415  the other commands do without
+
+    from tbhooks.cli import bench, selftest  # noqa: PLC0415
+
+    device = bench.device_named(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    started = time.monotonic()
+
+    def log(what: str) -> None:
+        print(f"tbhooks selftest: {time.monotonic() - started:5.1f} s, {what}", file=sys.stderr, flush=True)
+
+    report = selftest.run(device, options.quick, log)
+    if options.json:
+        Path(options.json).write_text(report_data.as_json(report.to_dict()) + "\n", encoding="utf-8")
+    _print(selftest.text(report, shutil.get_terminal_size((120, 24)).columns))
+    _print(selftest.line(report))
+    return FOUND if report.failed else 0
 
 
 # --- Shared -------------------------------------------------------------------------------------------

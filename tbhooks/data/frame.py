@@ -42,6 +42,8 @@ SKIPPED = "train.skipped"
 NONFINITE_SINCE = "train.nonfinite_since"
 MISSING_GRADIENT = "weight_gradient.missing/"
 """The tag prefix of a parameter that requires a gradient and had none when its optimizer stepped."""
+SAMPLED = "update.sampled/"
+"""The tag prefix of a parameter whose update was computed from a sample; the value is the fraction of elements read."""
 EVALUATION_SINCE = "train.evaluation_since"
 # What is captured inside attention besides its output, at sites of their own such as `attention:softmax.entropy`. Each
 # is summarized by one of its statistics, which is also a statistic of the attention itself.
@@ -140,6 +142,8 @@ class Reading:
     between: Floats = field(default_factory=lambda: spread.empty(1)[0])
     more: Mapping[str, float] = field(default_factory=dict)
     """The statistics that only some sites have: `dead_fraction`, `entropy`, `max_logit`."""
+    sampled_fraction: float = 1.0
+    """The fraction of the elements that was read; less than 1 if `is_sampled`."""
 
     def __getattr__(self, name: str) -> float:
         if name in MORE_STATS:
@@ -149,6 +153,13 @@ class Reading:
         if name == "ratio" and self.site.kind != "update":
             return float("nan")  # only an update has a weight as its reference
         return float(stats.stat(name, self.row[None], self.counts[None])[0])
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether the statistics were estimated from a sample of the elements, as updates are for which the device has
+        too little free memory. The norm and counts are scaled to the whole tensor; `min` and `max` are of the sample.
+        """
+        return self.sampled_fraction < 1.0
 
     def spread(self, stat: str) -> Spread:
         """Minimum, maximum and median of a statistic over the ranks, and the ranks that have them (`ranks="merge"`)."""
@@ -237,7 +248,9 @@ class Frame:
             hint = nearest(str(path), [s.name for s in self.sites if s.kind == kind] or [s.name for s in self.sites])
             raise UnknownSiteError(f"no {kind} of {path!r} at step {self.step}: {hint}")
         i = self._index[key]
-        return Reading(self.sites[i], self.values[i], self.buckets[i], self.spreads[i], self._more(self.sites[i]))
+        site = self.sites[i]
+        fraction = self.scalars.get(SAMPLED + site.name, 1.0) if site.kind == "update" else 1.0
+        return Reading(site, self.values[i], self.buckets[i], self.spreads[i], self._more(site), fraction)
 
     def _more(self, site: Site) -> dict[str, float]:
         tags = {name: f"{site.kind}.{name}/{site.name}" for name in AS_SCALARS}

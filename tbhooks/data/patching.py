@@ -15,6 +15,7 @@ wrapper in the meantime, the wrapper stays where it is and only passes calls on.
 `declared()` lists all patches of the process. They are declared in
 
 - capture/compile/compilation.py: torch.compile compiles a function;
+- capture/cuda_graphs.py: modules are made into CUDA graphs;
 - capture/hooks/unpicklable.py: a module's table of hooks is pickled or copied;
 - capture/step/grad_scaler.py: a GradScaler scales a loss, unscales gradients, or steps an optimizer;
 - distributed/topology.py: the process group is destroyed;

@@ -86,6 +86,18 @@ def merge(values: Floats, owner: NDArray[np.intp], n: int) -> Floats:
     return merged
 
 
+def extrapolated(row: Floats, count: int) -> Floats:
+    """The row of a sample as an estimate of the row of the whole tensor, which has `count` elements.
+
+    Means and extremes stay those of the sample; sums and the numbers of zeros, NaN and infinities grow with the count.
+    """
+    whole: Floats = row * (count / row[COUNT])
+    whole[[MEAN, MIN, MAX, BASE]] = row[[MEAN, MIN, MAX, BASE]]
+    whole[[ZEROS, NANS, INFS]] = np.round(whole[[ZEROS, NANS, INFS]])
+    whole[COUNT] = count
+    return whole
+
+
 def moments_about(values: Floats, away: Floats) -> tuple[Floats, Floats, Floats]:
     """Each row's sums of squared, cubed and fourth powers of deviations from a number `away` below its mean."""
     n, m2, m3, m4 = finite(values), values[..., M2], values[..., M3], values[..., M4]

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from tbhooks.capture.step_table import PARAMETER_KINDS, RANKS, Integers, MergedStep, StepTable
 from tbhooks.data import ranks, samples, stats
-from tbhooks.data.frame import EVALUATION_SINCE, NONFINITE_SINCE, RAW_GRADIENT_NORM, SKIPPED, Site
+from tbhooks.data.frame import EVALUATION_SINCE, NONFINITE_SINCE, RAW_GRADIENT_NORM, SAMPLED, SKIPPED, Site
 from tbhooks.data.jsonable import parse_number, to_jsonable
 from tbhooks.data.self_report import listed
 from tbhooks.data.stats import Counts, Floats
@@ -164,7 +164,10 @@ def merge(tables: Sequence[StepTable]) -> MergedStep:
     shards = np.concatenate([table.shards for table in tables])
     groups = np.array([table.group for table in tables], np.int64)[rank]
     used = _is_used(sites, owner, rank)
-    kept, apart = _once_each(sites, owner, groups, np.where(used, shards[:, 0], _UNUSED), values)
+    estimated = {tag for table in tables for tag in table.scalars if tag.startswith(SAMPLED)}
+    # Ranks may have taken samples of different sizes: these replicas are equal, although their rows are not.
+    same = np.array([site.kind == "update" and SAMPLED + site.name in estimated for site in sites], bool)[owner]
+    kept, apart = _once_each(sites, owner, groups, np.where(used, shards[:, 0], _UNUSED), values, same)
     kept &= used
     kept, missing = _without_incomplete(sites, owner, shards, kept)
     reductions = {start: how for table in tables for start, how in table.reductions.items()}
@@ -240,12 +243,13 @@ def _is_used(sites: list[Site], owner: NDArray[np.intp], rank: NDArray[np.intp])
 
 
 def _once_each(
-    sites: list[Site], owner: NDArray[np.intp], groups: Integers, shards: Integers, values: Floats
-) -> tuple[NDArray[np.bool_], list[int]]:
+    sites: list[Site], owner: NDArray[np.intp], groups: Integers, shards: Integers, values: Floats,
+    same: NDArray[np.bool_],
+) -> tuple[NDArray[np.bool_], list[int]]:  # fmt: skip
     """Which rows count, so that replicas count once; and the parameters whose replicas differ.
 
     The same shard of a parameter on two ranks is a replica. Outputs are replicas if they are equal, among ranks that
-    work on the same batch.
+    work on the same batch. `same` are rows whose replicas are known to be equal.
     """
     if not len(owner):
         return np.zeros(0, bool), []
@@ -254,7 +258,7 @@ def _once_each(
     _, first, key = np.unique(np.stack([owner, scope, shards], axis=1), axis=0, return_index=True, return_inverse=True)
     key = key.reshape(-1)
     equal = np.ones(len(first), bool)
-    np.logical_and.at(equal, key, _alike(values, values[first[key]]))
+    np.logical_and.at(equal, key, same | _alike(values, values[first[key]]))
     kept = ~equal[key]
     kept[first[equal]] = True
     blamed = ~equal & is_parameter[first] & (shards[first] != _UNUSED)

@@ -13,13 +13,14 @@ from typing import Any
 
 from tensorboard.compat.proto import summary_pb2
 
+from tbhooks.data.flights import FLIGHT
 from tbhooks.data.frame import ALL_KINDS, CHANNEL, EVALUATION, Site
 from tbhooks.data.stats import QUANTILES, STATS
 from tbhooks.runs.stored_frames import Layout
 from tbhooks.sinks.tensorboard import PLUGIN
 from tbhooks.sinks.tensorboard.findings import DATA_TAG
 
-KINDS = (*ALL_KINDS, *(EVALUATION + kind for kind in ALL_KINDS), CHANNEL + "activation", CHANNEL + "weight")
+KINDS = (*ALL_KINDS, *(EVALUATION + kind for kind in ALL_KINDS), CHANNEL + "activation", CHANNEL + "weight", FLIGHT)
 """The kinds that are known by name, in display order."""
 _PREFIX = re.compile(r"[a-z_]+")
 _TAG = re.compile(rf"{PLUGIN}/(?P<kind>[a-z_.]+?)(?P<buckets>\.buckets)?(?:\.(?P<generation>[1-9]\d{{0,8}}))?")
@@ -44,6 +45,8 @@ class Tag:
     last_step: int
     last_time: float
     sites: tuple[Site, ...] = ()
+    sampled: Mapping[str, float] = field(default_factory=dict)
+    """The sites that are estimates from a sample, and the fraction of the elements that was read."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +74,15 @@ class Kind:
         return max(tag.last_step for tag in self.rows)
 
     @property
+    def sampled(self) -> Mapping[str, float]:
+        """The sites whose newest values are estimates from a sample, and the fraction of the elements that was read."""
+        return self.rows[-1].sampled
+
+    @property
     def stats(self) -> list[str]:
-        """The available stats."""
+        """The available stats. A dump of the flight recorder has one number for each gradient."""
+        if self.name == FLIGHT:
+            return ["norm"]
         of_rows = [name for name in STATS if name != "ratio" or self.name == _HAS_RATIO]
         return of_rows + (list(QUANTILES) if self.buckets else [])
 
@@ -123,7 +133,7 @@ def _kinds(series: Mapping[str, Any]) -> dict[str, Kind]:
         layout = _layout(one.plugin_content)
         if layout is None or layout.kind != match["kind"] or layout.buckets != bool(match["buckets"]):
             continue
-        tag = Tag(name, one.max_step, one.max_wall_time, layout.sites)
+        tag = Tag(name, one.max_step, one.max_wall_time, layout.sites, layout.sampled)
         found.setdefault(layout.kind, {}).setdefault(layout.buckets, {})[int(match["generation"] or 1)] = tag
     return {
         kind: Kind(kind, _by_generation(found[kind][False]), _by_generation(found[kind].get(True, {})))

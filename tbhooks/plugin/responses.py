@@ -76,6 +76,7 @@ def distribution(kind: Kind, rows: Rows, histograms: Histograms, position: int, 
     answer: dict[str, Any] = {
         "step": step, "row_step": int(rows.steps[at]), "histogram_step": None,
         "stats": _row_stats(kind, rows.columns[:, at, position]), "edges": [], "counts": [],
+        "sampled": kind.sampled.get(kind.sites[position].name),
     }  # fmt: skip
     drawn, which = _seen_with_histogram(rows, histograms, position)
     if len(drawn):

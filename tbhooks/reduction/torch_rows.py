@@ -7,7 +7,7 @@ arithmetic: `reduce` makes thirteen, and leaves the arithmetic on single numbers
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache, partial
 
 import torch
@@ -24,6 +24,8 @@ _is_of_functorch: Callable[[Tensor], bool] = look_up(
     "torch._C._functorch.is_functorch_wrapped_tensor", lambda _: False, _STAND_INS
 )
 has_storage: Callable[[Tensor], bool] = look_up("torch._C._has_storage", lambda _: True, _STAND_INS)
+# From here on memory counts more than a launch.
+LARGE = 1 << 20
 ORDINARY = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
@@ -105,8 +107,18 @@ def is_dense(tensor: Tensor) -> bool:
 def difference(after: Tensor, before: Tensor) -> Tensor:
     """`after - before`; half precision is subtracted in float32, which rounds less. `before` may be overwritten."""
     if after.dtype.itemsize < 4:
-        return after.float() - before.float()
+        return after.float().sub_(before if before.dtype in ORDINARY else before.float())
     return torch.sub(after, before, out=before)
+
+
+def parts_to_subtract(after: Tensor, before: Tensor, longest: int) -> Iterable[tuple[Tensor, Tensor]]:
+    """Parts whose differences together are that of the tensors. The difference of half precision takes more memory than
+    the tensors do: it is taken in parts of at most `longest` elements.
+    """
+    is_wide = after.dtype.itemsize >= 4  # subtracted in place
+    if is_wide or after.numel() <= longest or after.stride() != before.stride():
+        return [(after, before)]
+    return zip(torch.split(flat(after), longest), torch.split(flat(before), longest), strict=True)
 
 
 def write_row(numbers: Tensor, out: Tensor) -> None:
@@ -146,14 +158,17 @@ _constants: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}
 def reduce(numbers: Tensor, row_type: torch.dtype) -> list[Tensor]:
     """The partial results of which finalize.py makes a row, along the last dimension, in thirteen launches.
 
-    Temporaries: 4 + 7 * row_type.itemsize bytes for each element.
+    Temporaries: 4 + 7 * row_type.itemsize bytes for each element; of large tensors 4 + 5 * row_type.itemsize, for which
+    there is one launch more.
     """
     numbers = numbers if numbers.dtype in ORDINARY else numbers.to(torch.float32)
     largest, others = limits(numbers, row_type)
     inside = torch.le(numbers.abs(), largest)
     masked = torch.where(inside, numbers, others)
-    counts = torch.linalg.vector_norm(masked[1:], 0, -1)
-    return [counts, *torch.aminmax(masked[:2], dim=-1), *moments(masked[2], inside[2])]
+    parts = [torch.linalg.vector_norm(masked[1:], 0, -1), *torch.aminmax(masked[:2], dim=-1)]
+    finite = masked[2] if numbers.numel() <= LARGE else masked[2].clone()
+    del masked  # of which a view keeps all
+    return [*parts, *moments(finite, inside[2])]
 
 
 def moments(numbers: Tensor, inside: Tensor) -> list[Tensor]:

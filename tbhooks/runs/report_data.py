@@ -14,7 +14,7 @@ import numpy as np
 
 from tbhooks.data import findings, grids, stats
 from tbhooks.data.findings import SEVERITIES
-from tbhooks.data.frame import EVALUATION, ROOT, Finding, Frame, Site
+from tbhooks.data.frame import EVALUATION, ROOT, SAMPLED, Finding, Frame, Site
 from tbhooks.data.grids import Grid
 from tbhooks.data.jsonable import to_jsonable
 from tbhooks.runs.run import Run
@@ -57,6 +57,14 @@ def returned_loss(frames: Sequence[Frame]) -> Series | None:
     return Series(np.array(steps, dtype=np.int64), np.array(values, dtype=np.float64))
 
 
+def sampled(run: Run) -> dict[str, float]:
+    """The parameters whose last update is an estimate, and the fraction of the elements it was computed from."""
+    last = next((frame for frame in reversed(run.training) if any(s.kind == "update" for s in frame.sites)), None)
+    names = () if last is None else [site.name for site in last.sites if site.kind == "update"]
+    readings = {name: last[name, "update"] for name in names if last is not None}
+    return {name: reading.sampled_fraction for name, reading in readings.items() if reading.is_sampled}
+
+
 def by_severity(run: Run) -> list[Finding]:
     """Sorted by severity, then by step."""
     return findings.by_severity(run.findings)
@@ -67,8 +75,10 @@ def document(run: Run) -> dict[str, Any]:
 
     - `version`, `run` (the directory), `steps` (`first`, `last`, `logged`; null if there is none), `evaluations`
     - `scalars`: by tag `count`, `first`, `last`, `min`, `max`, `last_step`
-    - `sites`: in execution order `path`, `kind`, `index`, `last_step`, and all statistics at that step as `stats`
+    - `sites`: in execution order `path`, `kind`, `index`, `last_step`, and all statistics at that step as `stats`;
+      `sampled`, the fraction of elements read, for an update that is an estimate
     - `findings`: the most severe first, each as returned by `Finding.to_dict`
+    - `flights`: the dumps of the flight recorder, each as returned by `Flight.to_dict`
     - `problems`: what could not be read, in sentences
 
     NaN and infinities are the strings "nan", "inf" and "-inf"; a statistic without value is "nan".
@@ -82,6 +92,7 @@ def document(run: Run) -> dict[str, Any]:
         "scalars": {tag: _scalar(one) for tag, one in own_scalars(run).items()},
         "sites": _sites(run),
         "findings": [finding.to_dict() for finding in by_severity(run)],
+        "flights": [flight.to_dict() for flight in run.flights],
         "problems": list(run.problems),
     })  # fmt: skip
     return document
@@ -116,7 +127,9 @@ def _sites(run: Run) -> list[dict[str, Any]]:
         numbers = {name: column[i] for name, column in columns[id(frame)].items()}
         if site.plain_kind != "update":
             del numbers["ratio"]
+        fraction = frame.scalars.get(SAMPLED + site.name) if site.kind == "update" else None
         sites.append({
             "path": site.path, "kind": site.kind, "index": site.index, "last_step": frame.step, "stats": numbers,
+            **({} if fraction is None else {"sampled": fraction}),
         })  # fmt: skip
     return sites

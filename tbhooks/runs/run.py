@@ -8,10 +8,12 @@ from pathlib import Path
 
 from tbhooks.data.errors import ArgumentError, similar
 from tbhooks.data.findings import Issue, first_of_each, issues
+from tbhooks.data.flights import Flight
 from tbhooks.data.frame import Finding, Frame
 from tbhooks.runs.event_records import Progress, records, size_of
 from tbhooks.runs.reader import RunReader, starts_with_frame
 from tbhooks.runs.scalars import Series
+from tbhooks.runs.state import State, state_of
 from tbhooks.runs.verdict import Verdict, verdict
 from tbhooks.sinks.remote import local
 
@@ -36,6 +38,11 @@ class Run:
     """The statistics of `per_channel` by step, with one site per channel: path `conv1`, index `[3]`, kind
     `channel.activation`."""
 
+    flights: list[Flight] = field(default_factory=list)
+    """The dumps of the flight recorder, oldest first, of all ranks."""
+    flights_left_out: list[str] = field(default_factory=list)
+    """Step and reason of the dumps that were not made, because there were too many."""
+
     @property
     def training(self) -> list[Frame]:
         """The frames of training steps."""
@@ -50,6 +57,11 @@ class Run:
     def issues(self) -> list[Issue]:
         """The findings of all frames grouped by problem: since when, when worst, when last, and how often."""
         return issues(finding for frame in self.frames for finding in frame.findings)
+
+    @property
+    def state(self) -> State:
+        """Whether it is still written to: "running", "ended", or "empty" without a logged step."""
+        return state_of([frame.time for frame in self.frames])
 
     @property
     def verdict(self) -> Verdict:
@@ -90,7 +102,10 @@ def read(directory: str | Path, progress: Progress | None = None) -> Run:
     for path in lines:
         reader.read_frames(path)
     frames, scalars, channels = reader.contents()
-    return Run(where, frames, first_of_each(frames), scalars, reader.problems, channels)
+    flights = reader.flights.with_files(where, reader.report)
+    return Run(
+        where, frames, first_of_each(frames), scalars, reader.problems, channels, flights, reader.flights.left_out
+    )
 
 
 def check_run(directory: Path) -> None:

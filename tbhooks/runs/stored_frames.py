@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -39,6 +39,8 @@ class Layout:
     kind: str
     sites: tuple[Site, ...]
     buckets: bool
+    sampled: Mapping[str, float] = field(default_factory=dict)
+    """The sites that are estimates from a sample, by name, and the fraction of the elements that was read."""
 
     @classmethod
     def read(cls, metadata: summary_pb2.SummaryMetadata) -> Layout:
@@ -51,9 +53,10 @@ class Layout:
             if not buckets and tuple(content["columns"]) != COLUMNS_OF_VERSION[content["version"]]:
                 raise ValueError("its columns are unknown to this version of tbhooks")
             sites = tuple(Site(_name(path), _name(kind), _name(index)) for path, index in content["sites"])
+            sampled = {_name(name): float(fraction) for name, fraction in content.get("sampled", {}).items()}
         except (LookupError, TypeError, AttributeError, RecursionError) as problem:
             raise ValueError(f"its metadata is invalid: {problem!r}") from problem
-        return cls(kind, sites, buckets)
+        return cls(kind, sites, buckets, sampled)
 
 
 def _name(text: object) -> str:

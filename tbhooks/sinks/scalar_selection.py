@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from tbhooks.data import stats
 from tbhooks.data.errors import ArgumentError, check_names
-from tbhooks.data.frame import ALL_KINDS, Frame, Site
+from tbhooks.data.frame import ALL_KINDS, SAMPLED, Frame, Site
 from tbhooks.data.stats import QUANTILES, STAT_NAMES, Floats
 from tbhooks.sinks.scalar_summaries import MOST_TAGS, NonfiniteTensors, Summaries
 
@@ -96,9 +96,14 @@ def nonfinite_counts(sites: Sequence[Site], table: ScalarTable) -> Scalars:
     return Columns([entry for row, site in enumerate(sites) for entry in _nonfinite_counts_of(row, site, table)])
 
 
+def shown_scalars(frame: Frame) -> dict[str, float]:
+    """The scalars of a frame that become charts: not the marks of sampled updates, which are one for each parameter."""
+    return {tag: value for tag, value in frame.scalars.items() if not tag.startswith(SAMPLED)}
+
+
 def scalars_of(frame: Frame, table: ScalarTable) -> dict[str, float]:
     """All scalars of a frame by their tags, the logged ones first."""
-    scalars = dict(frame.scalars)
+    scalars = shown_scalars(frame)
     chosen, counts = selected(frame.sites, table), nonfinite_counts(frame.sites, table)
     scalars.update((tag, x) for tag, x in zip(chosen.tags, chosen.read(frame).tolist(), strict=True) if np.isfinite(x))
     scalars.update((tag, x) for tag, x in zip(counts.tags, counts.read(frame).tolist(), strict=True) if x)

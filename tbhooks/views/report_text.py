@@ -13,9 +13,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from tbhooks.data.frame import EVALUATION, KINDS
+from tbhooks.data.self_report import listed
 from tbhooks.drawing.names import shorten_all
 from tbhooks.drawing.text import number, printable, trend
-from tbhooks.runs import Run
+from tbhooks.runs import Run, report_data
 from tbhooks.runs.compare import MOST_SHOWN, Comparison
 from tbhooks.runs.report_data import Grid, own_scalars, run_grids
 from tbhooks.views.notebook import findings
@@ -69,10 +70,33 @@ def run_report(run: Run, width: int, *, all_rows: bool = False) -> list[Section]
         Section(printable(f"{run.directory}: {steps}"), notes=[printable(run.verdict.sentence)] if run.frames else []),
         *_scalars(run, width),
         *_tables(run_grids(run), flagged, width, all_rows),
+        *_sampled(run),
         Section(f"findings ({len(lines)})", notes=lines or [findings.NONE_FOUND if run.frames else _NOT_CHECKED]),
+        *_flights(run),
         *([Section("problems with the files", notes=[printable(p) for p in run.problems])] if run.problems else []),
         Section("more", notes=_hints(run), verbatim=True),
     ]
+
+
+def _flights(run: Run) -> list[Section]:
+    """What the flight recorder has dumped, and what was left out."""
+    notes = [printable(str(flight)) for flight in run.flights]
+    if run.flights_left_out:
+        notes.append(printable(f"{len(run.flights_left_out)} more dumps were left out: {listed(run.flights_left_out)}"))
+    return [Section(f"flight recorder ({len(run.flights)})", notes=notes)] if notes else []
+
+
+def _sampled(run: Run) -> list[Section]:
+    """A sentence about updates that are estimates."""
+    sampled = report_data.sampled(run)
+    if not sampled:
+        return []
+    least = min(sampled.values())
+    note = (
+        f"updates of {len(sampled)} parameters are estimates from a sample of at least {least:.2g} of their elements, "
+        f"because the device had too little memory for a copy of the weights: {listed(sorted(sampled), most=3)}"
+    )
+    return [Section("sampled updates", notes=[printable(note)])]
 
 
 def _scalars(run: Run, width: int) -> list[Section]:

@@ -26,7 +26,7 @@ from tests.support.compiling import reset
 Found = dict[str, Any]
 OF_A_WATCH = {
     "GradScaler.scale", "GradScaler.step", "GradScaler.unscale_", "convert_frame._compile",
-    "dispatch_table[OrderedDict]", "masked_crc32c",
+    "dispatch_table[OrderedDict]", "masked_crc32c", "make_graphed_callables", "graphs.make_graphed_callables",
 }  # fmt: skip
 
 
@@ -37,6 +37,8 @@ def attributes() -> Found:
     found["dispatch_table[OrderedDict]"] = copyreg.dispatch_table.get(OrderedDict)
     found["masked_crc32c"] = record_writer.masked_crc32c
     found["destroy_process_group"] = distributed.destroy_process_group
+    found["make_graphed_callables"] = torch.cuda.make_graphed_callables
+    found["graphs.make_graphed_callables"] = torch.cuda.graphs.make_graphed_callables
     found["torch.compile"] = torch.compile
     found["Optimizer.__init__"] = vars(torch.optim.Optimizer)["__init__"]
     found["SummaryWriter.__init__"] = vars(SummaryWriter)["__init__"]

@@ -12,8 +12,9 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from tbhooks.capture.autograd import NO_BACKWARD, capture_check, in_backward
+from tbhooks.capture.autograd import NO_BACKWARD, in_backward
 from tbhooks.capture.compile.dynamo import CompileGate
+from tbhooks.capture.cuda_graphs import GraphCapture
 from tbhooks.capture.hooks.collectors import Collectors
 from tbhooks.capture.hooks.dead_units import DeadUnits
 from tbhooks.capture.hooks.hook_types import ForwardHook
@@ -60,7 +61,7 @@ class ActiveStep:
         self.admission = Admission(gate)
         self.collectors = Collectors(report)
         self.dead_units = DeadUnits()
-        self.is_capturing = capture_check()
+        self.graph_capture = GraphCapture(model, report)
         """Whether a CUDA graph is being captured: nothing is read then."""
         self._model = model
         self._listener = listener
@@ -89,7 +90,7 @@ class ActiveStep:
     def active_recorder(self) -> Recorder | None:
         """The recorder of the forward that is running; None if it is not read."""
         model = self._model()
-        if model is None or self.is_capturing():
+        if model is None or self.graph_capture.is_running():
             return None
         if not self.admission.is_training_pass(model):
             return self.evaluation
@@ -131,7 +132,7 @@ class ActiveStep:
         model = self._model()
         if recorder is self.recorder or model is None or self.context is None or self.recorder.overflowed:
             return None
-        if self.is_capturing() or self.admission.is_training_pass(model):
+        if self.graph_capture.is_running() or self.admission.is_training_pass(model):
             return None
         current = self.passes.current()
         current.evaluates = True

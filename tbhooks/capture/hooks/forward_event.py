@@ -21,6 +21,7 @@ from tbhooks.capture import tensor_tree
 from tbhooks.capture.autograd import in_backward, is_traced
 from tbhooks.capture.compile import dynamo
 from tbhooks.capture.compile.dynamo import CompileGate, dynamo_skip
+from tbhooks.capture.cuda_graphs import GraphCapture
 from tbhooks.capture.hooks.hook_types import call_new_pre_hooks
 from tbhooks.capture.hooks.manager import hook_root
 from tbhooks.capture.hooks.unpicklable import UnpicklableHook
@@ -55,9 +56,12 @@ class ForwardEvent:
     subscriber is reported, and keeps neither the others nor the forward from running.
     """
 
-    def __init__(self, model: weakref.ref[nn.Module], gate: CompileGate, report: Report) -> None:
+    def __init__(
+        self, model: weakref.ref[nn.Module], gate: CompileGate, graph_capture: GraphCapture, report: Report
+    ) -> None:
         self._model = model
         self._gate = gate
+        self._graph_capture = graph_capture
         self._report = report
         self._subscriptions: list[Subscription] = []
         self._handle: RemovableHandle | None = None
@@ -120,6 +124,8 @@ class ForwardEvent:
     def _call(self, subscriptions: list[Subscription], count: Callable[[], Sizes]) -> None:
         model = self._model()
         if model is None or self._is_paused or in_backward():  # where hooks are compiled, this one stays in a pause
+            return
+        if self._graph_capture.is_running():
             return
         for each in subscriptions:
             if each in self._subscriptions:  # one of those before may have cancelled it

@@ -48,7 +48,7 @@ class GradientReader:
 
     def on_gradient(self, hook: GradientHook, gradient: Tensor) -> None:
         context, recorder, report = self._step.context, self._step.recorder, self._report
-        if context is None or hook.step is not context or self._step.is_capturing():
+        if context is None or hook.step is not context or self._step.graph_capture.is_running():
             return
         started = report.enter()
         try:
@@ -79,7 +79,7 @@ class GradientReader:
 
     def on_scaled_loss(self, hook: ScaledLossHook) -> None:
         context = self._step.context
-        if context is not None and hook.step is context:
+        if context is not None and hook.step is context and not self._step.graph_capture.is_running():
             with self._report.guarded("reading the loss scale"):
                 context.scale = hook.scale
                 self._note_backward(context)

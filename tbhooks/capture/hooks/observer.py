@@ -48,6 +48,7 @@ class Observer:
         self._outputs = OutputReader(self._step, self._gradients, report)
         self._graphs = GraphReader(self._step, self._outputs, self._gradients, report)
         self.collectors, self.units = self._step.collectors, self._step.dead_units
+        self.graph_capture = self._step.graph_capture
         self._functional = (
             FunctionalObserver(self._on_operation, self._collect_inside, report)
             if recorder.wants("functional")

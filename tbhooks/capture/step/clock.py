@@ -176,7 +176,7 @@ class Clock:
         """The global pre-hook of `Optimizer.step`."""
         with self._report.guarded("before the optimizer's step"), self.lock:
             parameters = self._owned_by(optimizer)
-            if not parameters or self._is_nested():
+            if not parameters or self._is_nested() or self._observer.graph_capture.is_running():
                 return
             key = self._key(optimizer)
             self._stepped[optimizer] = parameters
@@ -198,7 +198,7 @@ class Clock:
             parameters = self._owned_by(optimizer)
             if not parameters:
                 self._observer.other_optimizer_stepped()
-            if not parameters or self._is_nested():
+            if not parameters or self._is_nested() or self._observer.graph_capture.is_running():
                 return
             self.optimizer_steps += 1
             self._listener.after_optimizer(optimizer, has_closure(args, kwargs))

@@ -18,14 +18,21 @@ from torch.optim import Optimizer
 
 from tbhooks.capture import selection, sharded_tensors
 from tbhooks.capture.recorder import NO_SITE, Recorder, Wanted, can_be_one_of_many, can_be_together
+from tbhooks.capture.step import weight_sample
 from tbhooks.capture.step.grad_norm import total_norm
 from tbhooks.capture.step.optimizer_round import GroupNumbers, parameter_ids
+from tbhooks.capture.step.weight_sample import NO_ROOM
 from tbhooks.capture.step.weight_snapshots import WeightSnapshots
 from tbhooks.data.frame import MISSING_GRADIENT, RAW_GRADIENT_NORM, Site
 from tbhooks.data.self_report import Report
 from tbhooks.reduction import batched
 from tbhooks.reduction.cpu import NULL
 from tbhooks.reduction.torch_rows import describe, has_no_data
+
+NOT_COPIED = (
+    "the device has too little free memory for a copy of the weights, which the update is computed from. Leave more "
+    'free, or leave "update" out of kinds'
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +68,8 @@ class ParameterReader:
         self._report = report
         self._snapshots = WeightSnapshots()
         self._sites: dict[tuple[str, str], int] = {}
+        self._sample_sizes: dict[frozenset[int], int] = {}
+        self._never_sampled: frozenset[int] = frozenset()
         self.clear()
 
     def clear(self) -> None:
@@ -137,6 +146,37 @@ class ParameterReader:
                     self._read_weight(key, batch, copies=self._recorder.wants("update"))
                     if not has_closure:
                         self._read_gradient(key, batch, scale)
+            self._copy_weights(batch.clones, optimizer)
+
+    def _copy_weights(self, weights: dict[int, Tensor], optimizer: Optimizer) -> None:
+        """Copies weights on devices, as much of them as fits into the free memory."""
+        for device in {weight.device for weight in weights.values()}:
+            here = {key: weight for key, weight in weights.items() if weight.device == device}
+            if device.type == "cpu":
+                self._snapshots.clone(here)
+                continue
+            expected = weight_sample.expected_state(optimizer, here.values())
+            limit = weight_sample.budget(device, expected)
+            whole = {key: weight for key, weight in here.items() if key in self._never_sampled}
+            if sum(weight.nbytes for weight in whole.values()) <= limit:
+                self._snapshots.clone(whole)
+                limit -= sum(weight.nbytes for weight in whole.values())
+            others = {key: weight for key, weight in here.items() if key not in whole}
+            most = self._sample_size(others, limit, is_first=expected > 0)
+            if most != NO_ROOM:
+                self._snapshots.clone(others, most)
+            for key in here:
+                if key not in self._snapshots:
+                    self._report.mark_unseen(f"update/{self._paths[key]}", NOT_COPIED)
+
+    def _sample_size(self, weights: dict[int, Tensor], limit: int, is_first: bool) -> int:
+        """Returns the most elements of one weight that are copied. It never grows, so that charts have few breaks."""
+        most = weight_sample.sample_size(list(weights.values()), limit)
+        if most == NO_ROOM or is_first:  # in its first step an optimizer allocates more than in others
+            return most
+        key = frozenset(weights)
+        self._sample_sizes[key] = min(most, self._sample_sizes.get(key, most))
+        return self._sample_sizes[key]
 
     def _log_learning_rates(self, optimizer: Optimizer) -> None:
         for group, name in zip(optimizer.param_groups, self._groups.of(optimizer), strict=True):
@@ -173,7 +213,6 @@ class ParameterReader:
             if self._recorder.record_all(batch.by_kernel):
                 self._snapshots.commit()
             self._recorder.record_together(batch.together)
-            self._snapshots.clone(batch.clones)
 
     def _keys(self, optimizer: Optimizer) -> list[int]:
         """Returns the selected parameters of the optimizer, in its order."""
@@ -197,6 +236,7 @@ class ParameterReader:
                 for kind in ("weight", "weight_gradient", "update"):
                     self._recorder.shards[Site(path, kind)] = sharded_tensors.shard_index(parameter)
         if self._recorder.wants("update"):
+            self._never_sampled = weight_sample.updated_in_few_rows(model)
             local = ((key, self._weight(key)) for key in self._tensors)
             self._snapshots.reserve((key, weight) for key, weight in local if can_be_one_of_many(weight))
 
@@ -237,11 +277,14 @@ class ParameterReader:
         if slot is not None:
             batch.by_kernel.append((site, parameter, NULL, slot))
             return
-        before = self._snapshots.take(key)
-        if before is not None and can_be_together(parameter):
+        part, before = self._snapshots.part_of(key, parameter), self._snapshots.take(key)
+        if self._report.unseen:
+            self._report.mark_seen(f"update/{self._paths[key]}")
+        if before is not None and part is parameter and can_be_together(parameter):
             batch.together.append((site, parameter, before, None))
         elif before is not None:
-            self._recorder.record_difference(site, parameter.detach(), before)
+            whole = None if part is parameter else parameter.numel()
+            self._recorder.record_difference(site, part.detach(), before, whole)
 
     def _read_gradient(self, key: int, batch: _Batch, scale: Tensor | None) -> None:
         site, gradient = self._site(key, "weight_gradient"), self._tensors[key].grad

@@ -1,7 +1,8 @@
 """Copies of weights from before the optimizer's step; the update is the difference to the weights after it.
 
 Copies of CPU weights are in one block of memory that is reused by the next logged step: allocating memory takes longer
-than filling it. Copies on devices are clones, because device allocators reuse memory themselves.
+than filling it. Copies on devices are clones, because device allocators reuse memory themselves; of a large weight only
+a sample may be copied (weight_sample.py).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
+from tbhooks.capture.step import weight_sample
 from tbhooks.reduction.cpu import Address
 
 # The size of a cache line, and of the widest vector registers.
@@ -31,6 +33,7 @@ class WeightSnapshots:
         self._uncommitted: dict[int, _Slot] = {}
         self._slots: dict[int, _Slot] = {}
         self._clones: dict[int, Tensor] = {}
+        self._sample_sizes: dict[int, int] = {}
 
     def reserve(self, parameters: Iterable[tuple[int, Tensor]]) -> None:
         """Reserves memory for the CPU parameters that may be copied in this step."""
@@ -59,18 +62,31 @@ class WeightSnapshots:
         self._slots |= self._uncommitted
         self._uncommitted = {}
 
-    def clone(self, parameters: Mapping[int, Tensor]) -> None:
-        """Clones parameters that have no slot, in one call per device."""
+    def clone(self, parameters: Mapping[int, Tensor], most: int | None = None) -> None:
+        """Clones parameters that have no slot, in one call per device: of each at most `most` elements.
+
+        Raises `torch.OutOfMemoryError` if the device is full, and has cloned nothing then.
+        """
         for key in parameters:
             self._slots.pop(key, None)
-        originals = {key: parameter.detach() for key, parameter in parameters.items()}
+        parts = {key: _part(parameter, most) for key, parameter in parameters.items()}
+        originals = {key: part.detach() for key, part in parts.items() if part is not None}
         try:
             clones = {key: torch.empty_like(original) for key, original in originals.items()}
             if clones:
                 torch._foreach_copy_(list(clones.values()), list(originals.values()))
+        except torch.OutOfMemoryError:
+            raise
         except (RuntimeError, TypeError, NotImplementedError):  # some tensor subclasses have no foreach operations
             clones = {key: original.clone() for key, original in originals.items()}
         self._clones |= clones
+        if most is not None:
+            self._sample_sizes |= {key: most for key in clones if parameters[key].numel() > most}
+
+    def part_of(self, key: int, parameter: Tensor) -> Tensor:
+        """The part of a parameter that was cloned: the parameter itself, or its sample."""
+        part = _part(parameter, self._sample_sizes.get(key))
+        return parameter if part is None else part
 
     def take_slot(self, key: int, parameter: Tensor) -> Address | None:
         """Returns the address of a committed copy, once; None if there is none of this dtype and shape."""
@@ -90,9 +106,14 @@ class WeightSnapshots:
 
     def clear(self) -> None:
         """Drops all copies. The block is kept for the next step."""
-        self._reserved, self._uncommitted, self._slots, self._clones = {}, {}, {}, {}
+        self._reserved, self._uncommitted, self._slots, self._clones, self._sample_sizes = {}, {}, {}, {}, {}
 
     def release(self) -> None:
         """Drops all copies and frees the block."""
         self.clear()
         self._block = None
+
+
+def _part(parameter: Tensor, most: int | None) -> Tensor | None:
+    """The parameter, or a sample if it is larger; None if it is larger and cannot be sampled."""
+    return parameter if most is None or parameter.numel() <= most else weight_sample.sample(parameter, most)

@@ -18,7 +18,7 @@ from tensorboard.summary.writer import record_writer
 from tbhooks.data.frame import Frame, Site
 from tbhooks.data.self_report import logger
 from tbhooks.sinks.flush_hooks import call_before
-from tbhooks.sinks.scalar_selection import indices_of
+from tbhooks.sinks.scalar_selection import indices_of, shown_scalars
 from tbhooks.sinks.scalar_summaries import MOST_TAGS
 from tbhooks.sinks.tensorboard import artifacts, protobuf, samples
 from tbhooks.sinks.tensorboard.event_files import event_file
@@ -145,7 +145,8 @@ class TensorBoardSink:
         if frame.artifacts:
             run = artifacts.Run(self.destination, frame.time, frame.step, self._send, self.flush, self._layouts)
             artifacts.write(frame.artifacts, rest, run)
-        logged = self._templates[tuple(frame.scalars)].encode(np.array(list(frame.scalars.values()), dtype=np.float64))
+        shown = shown_scalars(frame)
+        logged = self._templates[tuple(shown)].encode(np.array(list(shown.values()), dtype=np.float64))
         parts = (logged, plan.scalars.encode(frame), plan.histograms.encode(frame), rest.SerializeToString())
         return b"".join(parts)
 

@@ -19,7 +19,7 @@ from tensorboard.compat.proto import summary_pb2, tensor_pb2, tensor_shape_pb2, 
 
 from tbhooks.data import stats
 from tbhooks.data.artifacts import Artifact, Channels
-from tbhooks.data.frame import CHANNEL, Frame, Site
+from tbhooks.data.frame import CHANNEL, SAMPLED, Frame, Site
 from tbhooks.data.stats import BASE, M2, M3, M4, STATS, Counts, Floats
 from tbhooks.sinks.scalar_selection import Indices, indices_of
 from tbhooks.sinks.tensorboard.histograms import SiteHistograms
@@ -39,13 +39,14 @@ class Layout:
     """The order of one kind's sites in its frame tensors.
 
     TensorBoard keeps only the metadata of a tag's first value. A site that appears later therefore starts a new tag
-    (`tbhooks/activation`, `tbhooks/activation.2`) with the longer list.
+    (`tbhooks/activation`, `tbhooks/activation.2`) with the longer list. So does a change of which sites are sampled.
     """
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
         self._position: dict[Site, int] = {}
         self._generation = 0
+        self._sampled: dict[str, float] = {}
         self._described: set[str] = set()
 
     def positions(self, sites: Sequence[Site]) -> Indices:
@@ -61,6 +62,10 @@ class Layout:
         self._described.clear()
 
     def add(self, frame: Frame, rows: Indices, positions: Indices, summary: summary_pb2.Summary) -> None:
+        sampled = sampled_fractions(frame) if self._kind == "update" else {}
+        if sampled != self._sampled:
+            self._sampled = sampled
+            self._generation += bool(self._described)
         values = stats.empty_rows(len(self._position))
         values[positions] = frame.values[rows]
         self._add_tensor(summary, "", encode_values(values))
@@ -86,7 +91,15 @@ class Layout:
             content["encoding"] = "zlib of a .npy array [sites, buckets]"
         else:
             content["columns"] = list(STORED_COLUMNS)
+            if self._sampled:
+                content["sampled"] = self._sampled
         return plugin_metadata(PLUGIN, json.dumps(content, separators=(",", ":")).encode())
+
+
+def sampled_fractions(frame: Frame) -> dict[str, float]:
+    """The parameters whose updates are estimates from a sample, and the fraction of the elements that was read."""
+    tags = (tag for tag in frame.scalars if tag.startswith(SAMPLED))
+    return {tag.removeprefix(SAMPLED): frame.scalars[tag] for tag in tags}
 
 
 def encode_values(values: Floats) -> tensor_pb2.TensorProto:

@@ -15,7 +15,7 @@ import threading
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from torch.utils.tensorboard import SummaryWriter
 from werkzeug.test import Client
 
 from tbhooks import plugin as entry
+from tbhooks.data.flights import Flight
 from tbhooks.data.frame import KINDS, Finding, Frame, Site
 from tbhooks.data.stats import STAT_NAMES
 from tbhooks.plugin import index, provider, store
@@ -958,3 +959,19 @@ def test_many_threads_within_a_small_budget_get_what_they_asked_for() -> None:
 
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(ask, range(2000)))
+
+
+def test_a_dump_of_the_flight_recorder_is_a_map_of_parameters_by_its_steps(tmp_path: Path) -> None:
+    norms = np.array([[1.0, 2.0], [math.inf, 3.0], [math.nan, 4.0]])
+    flight = Flight(8, 1e9, 0, "a reason", np.array([5, 6, 7]), {}, ("a.weight", "b.weight"), norms, norms.sum(axis=1))
+    frame = make_frame(8, {A: DATA[A]})
+    write(tmp_path / "run", frame, replace(make_frame(8, {}), artifacts=(flight,)))
+    tab = Tab(tmp_path)
+    kinds = {kind["kind"]: kind for kind in tab.ask("runs").json["runs"][0]["kinds"]}
+    assert kinds["flight"]["stats"] == ["norm"]
+    header, values = tab.ask("matrix", run="run", kind="flight", stat="norm").matrix
+    assert header["steps"] == [5, 6, 7]
+    assert header["nonfinite"] == [[1, 0]]
+    assert np.array_equal(values, np.array([[1.0, 2.0], [math.nan, 3.0], [math.nan, 4.0]], "f4"), equal_nan=True)
+    sites = tab.ask("sites", run="run", kind="flight").json["sites"]
+    assert [site["path"] for site in sites] == ["a.weight", "b.weight"]

@@ -109,6 +109,14 @@ export function createLinesPart(rerender, onPick) {
 
 /* ---- Table -------------------------------------------------------------------------------------------------- */
 
+/** Which updates are estimates, because the device had no memory for a copy of the whole weight. */
+function sampledNote(columns) {
+  const sampled = columns.filter(({ sampled }) => typeof sampled === "number");
+  if (!sampled.length) return "";
+  const read = sampled.map(({ name, sampled: share }) => `${(100 * share).toPrecision(2)} % of ${name}`);
+  return `Estimated from a sample of the elements: ${read.join(", ")}. Min and max are of the sample.`;
+}
+
 function caption(columns, chosen) {
   const steps = [...new Set(columns.map(({ step }) => step))];
   if (steps.every((step) => step === chosen)) return `At step ${chosen}`;
@@ -128,8 +136,10 @@ export function createTablePart() {
   function render(cells, view) {
     const columns = withValue(cells, "distribution").map(({ site, distribution }) => ({
       ...{ name: site.name, colour: site.colour, step: distribution.value.row_step, stats: statsOf(distribution.value) },
+      sampled: distribution.value.sampled,
     }));
     section.visible(columns.length > 0);
+    section.note(sampledNote(columns));
     shown = [columns, view.kind];
     section.body.replaceChildren(statsTable(columns, view.kind, caption(columns, view.step)));
   }
