@@ -6,7 +6,7 @@ DEMO := $(VENV)/.demo
 PIP := $(PYTHON) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 SOURCES := pyproject.toml constraints.txt hatch_build.py tbhooks/reduction/kernel.c
 
-.PHONY: demo docs test test-slow test-all test-torch test-browser test-triton test-trackers lint bench notebooks clinic look dist clean
+.PHONY: demo docs test test-slow test-all test-torch test-browser test-triton test-trackers lint bench notebooks pictures clinic look dist clean
 
 demo: $(DEMO)  ## train a small CNN on digits, watched, and say how to look at it
 	$(PYTHON) -m tbhooks demo
@@ -63,6 +63,9 @@ bench: $(READY)  ## everything the README claims about cost, with the peers besi
 
 notebooks: $(READY)  ## runs them and keeps what they print
 	$(PYTHON) -m tests.unit.test_notebooks
+
+pictures: $(READY)  ## pictures of the tab for the docs, in chromium
+	$(PYTHON) benchmarks/pictures.py
 
 clinic: $(READY)  ## trainings with one deliberate issue each and normal ones: what the rules report
 	$(PYTHON) -m tests.clinic

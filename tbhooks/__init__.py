@@ -8,6 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from tbhooks.data.errors import ArgumentError, ClosedError, FindingError, TbhooksError, UnknownSiteError
+from tbhooks.data.taps import tap
 
 if TYPE_CHECKING:
     from tbhooks import integrations, rules, runs, sinks
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from tbhooks.data.history import History
     from tbhooks.data.peek_result import Peeked
     from tbhooks.data.self_report import Stats
+    from tbhooks.reduction import metrics
     from tbhooks.rules import Rule
     from tbhooks.sinks import Sink
     from tbhooks.sinks.aim import AimSink
@@ -52,11 +54,13 @@ __all__ = [
     "Watch",
     "__version__",
     "integrations",
+    "metrics",
     "peek",
     "rules",
     "runs",
     "sinks",
     "stats",
+    "tap",
     "unwatch",
     "watch",
 ]
@@ -83,7 +87,14 @@ _DEFINED_IN = {
     "watch": "api.watch",
 }
 # Public modules, and where they are.
-_MODULES = {"integrations": "integrations", "rules": "rules", "runs": "runs", "sinks": "sinks", "stats": "data.stats"}
+_MODULES = {
+    "integrations": "integrations",
+    "metrics": "reduction.metrics",
+    "rules": "rules",
+    "runs": "runs",
+    "sinks": "sinks",
+    "stats": "data.stats",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,9 @@ import numpy as np
 from tbhooks.api import environment, validation
 from tbhooks.api.lifecycle import HasDestination, Lifecycle
 from tbhooks.capture.hooks.collectors import Collector
+from tbhooks.capture.scalars import metrics
 from tbhooks.capture.scalars.training_metrics import PARTS
+from tbhooks.capture.selection import unwrap
 from tbhooks.capture.session import CaptureSession
 from tbhooks.collectors import channels, embeddings, images
 from tbhooks.collectors.graph.collector import GraphCollector
@@ -21,11 +23,13 @@ from tbhooks.collectors.model_summary import SummaryCollector
 from tbhooks.collectors.profiler import Profile
 from tbhooks.data import stats
 from tbhooks.data.artifacts import Artifact, RunEnded
-from tbhooks.data.errors import ArgumentError, check_integer, check_names
+from tbhooks.data.errors import ArgumentError, check_integer, check_names, invalid_argument
 from tbhooks.data.frame import Frame
-from tbhooks.data.self_report import Report
+from tbhooks.data.self_report import Report, Stats
 from tbhooks.delivery.worker import Worker
 from tbhooks.drawing.model_table import Summary
+from tbhooks.reduction import cpu, triton
+from tbhooks.reduction.metrics import READY
 from tbhooks.sinks.remote import is_remote
 
 
@@ -79,6 +83,38 @@ class Extras:
                 self._report.log_once(f"embeddings need a run in a local directory: {sink.destination} gets none")
         self._collect(embeddings.of_model(model, pattern, (labels, thumbnails), every, most, self._report))
 
+    def metric(self, name: Any, function: Any, pattern: Any, kind: Any, reduce: Any) -> None:
+        made, model = self._checked_metric(name, function, kind, reduce), self._model()
+        if model is None:
+            return
+        made = replace(made, matches=metrics.matcher(pattern, unwrap(model)))
+        recorder = self._session.recorder
+        if recorder.metrics is None:
+            recorder.metrics = metrics.StepMetrics(self._report)
+        if made.name in recorder.metrics.names:
+            raise ArgumentError(f"there is a metric named {made.name!r} already: choose another name")
+        recorder.metrics.add(made)
+        if self._lifecycle.is_active:
+            with self._report.guarded("metric"):
+                self._session.observer.add_collector(metrics.MetricHooks(recorder.metrics))
+
+    def _checked_metric(self, name: Any, function: Any, kind: Any, reduce: Any) -> metrics.Metric:
+        if not isinstance(name, str) or not name or "/" in name:
+            raise invalid_argument("the name of a metric", "a non-empty string without slashes", name)
+        check_names("kind of a metric", (kind,), metrics.KINDS)
+        check_names("reduce", (reduce,), metrics.REDUCTIONS)
+        if kind in ("gradient", "weight", "weight_gradient") and not self._session.recorder.wants(kind):
+            raise ArgumentError(f"this watch does not capture the kind {kind!r}: add it to kinds of watch()")
+        if function is None and name == metrics.PAIR:
+            tag = f"activation.{name}"
+            return metrics.Metric(name, lambda ratio: ratio, metrics.PAIR, reduce, lambda _: True, tag)
+        if function is None:
+            check_names("ready metric", (name,), (*READY, metrics.PAIR))
+            function = READY[name]
+        if not callable(function):
+            raise invalid_argument("function", "a function from a tensor to a number, or to a few", function)
+        return metrics.Metric(name, function, kind, reduce, lambda _: True)
+
     def log_every(self, n: int) -> None:
         every = check_integer("n", n)
         if self._lifecycle.is_active:
@@ -116,6 +152,16 @@ class Extras:
         session.profiles.add(profile)
         if first == now:
             profile.start()
+
+    def stats(self) -> Stats:
+        report, session = self._report, self._session
+        return Stats(
+            steps=session.clock.count, logged=session.logged, hooks_fired=report.hooks_fired,
+            unseen=dict(report.unseen), aliases=dict(session.observer.placement.aliases), errors=report.errors,
+            dropped=report.dropped, messages=tuple(report.messages), seconds_training=report.seconds_training,
+            seconds_pump=report.seconds_pump, clock=session.clock.mode, skipped=session.scaler.skipped,
+            seconds_views=report.seconds_views, kernel=cpu.name(), device_kernel=triton.name(),
+        )  # fmt: skip
 
     def _collect(self, collector: Collector) -> None:
         if self._lifecycle.is_writing:

@@ -5,42 +5,32 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor
 
 from tbhooks.api import validation
 from tbhooks.api.extras import Extras
 from tbhooks.api.finding_actions import FindingActions
+from tbhooks.api.flights import Flights
 from tbhooks.api.lifecycle import Lifecycle
 from tbhooks.capture.compile.dynamo import dynamo_disable
 from tbhooks.capture.session import CaptureSession
 from tbhooks.capture.step import evaluation
 from tbhooks.collectors import channels, embeddings, images
-from tbhooks.data.display import display, mimebundle
+from tbhooks.data.display import LiveView, display, mimebundle
 from tbhooks.data.errors import ArgumentError, check_integer
 from tbhooks.data.findings import Findings
+from tbhooks.data.flights import Flight
 from tbhooks.data.frame import Finding, Frame
 from tbhooks.data.history import History
 from tbhooks.data.self_report import Stats
 from tbhooks.delivery.worker import DEADLINE_S, Follower, FollowerSink, Worker
 from tbhooks.drawing.model_table import Summary
-from tbhooks.reduction import cpu, triton
 from tbhooks.sinks import Sink
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-
-class LiveView(Protocol):
-    """The view that `Watch.live()` returns."""
-
-    updates: int
-    seconds: float
-
-    def choose(self, kind: str, stat: str) -> None: ...
-
-    def stop(self) -> None: ...
 
 
 class Watch:
@@ -65,6 +55,7 @@ class Watch:
         self._kinds = kinds
         self._make_sinks = make_sinks
         self._extras = Extras(session, worker, lifecycle, lifecycle.report)
+        self._flights = Flights(session, worker, lifecycle, actions)
 
     # Training.
 
@@ -154,7 +145,7 @@ class Watch:
         if self._lifecycle.is_writing:  # ranks evaluate at different times, so their evaluations are not merged
             if writer is not None:
                 self._lifecycle.send_evaluations_to(self._make_sinks(writer))
-            self._session.read_evaluations()
+            self._session.evaluation.enable()
         return self
 
     def log_every(self, n: int) -> Self:
@@ -223,6 +214,34 @@ class Watch:
         self._extras.per_channel(pattern, kinds, histograms)
         return self
 
+    def metric(
+        self, name: str, function: Callable[[Tensor], Any] | None = None, pattern: Any = None,
+        kind: str = "activation", reduce: str = "mean",
+    ) -> Self:  # fmt: skip
+        """Computes a number of your own, or up to 64, from tensors of logged steps.
+
+        Args:
+            name: the name of the metric. Its tags are `metric.<name>/<site>`, with `[i]` behind it for several numbers.
+            function: from a tensor to a number, or to a 1-d tensor of up to 64. It is called with the detached tensor,
+                without gradients and outside of autocast; what it returns stays on the device until the step's copy.
+                `tbhooks.metrics` has ready ones, which are also found by their name alone; `"write_ratio"` is how much
+                a module changes its first input (`activation.write_ratio/<site>`).
+            pattern: selects modules, as `include` of `watch` does; a glob may also name taps ("*:scores") and
+                parameters. All sites of the kind by default.
+            kind: "activation", "gradient", "input", "weight" or "weight_gradient".
+            reduce: how several calls in a step, and several ranks, become one number: "mean", "sum", "max" or "min".
+
+        A function that raises, returns something else, changes its tensor, draws random numbers or waits for the device
+        is reported and switched off; training goes on. Raises an `ArgumentError` for wrong arguments.
+
+        >>> w.metric("logsumexp", tbhooks.metrics.logsumexp, "lm_head")  # doctest: +SKIP
+        >>> w.metric("small", lambda t: (t.abs() < 1e-3).float().mean(), "layers.*", reduce="max")  # doctest: +SKIP
+
+        """
+        self._lifecycle.check_open()
+        self._extras.metric(name, function, pattern, kind, reduce)
+        return self
+
     def embeddings(
         self, pattern: Any, labels: Any = None, thumbnails: Any = None, every: int | None = None,
         most: int = embeddings.MOST,
@@ -277,14 +296,45 @@ class Watch:
 
         Call it between two steps. In the middle of a step the burst begins with the next one. `tbhooks burst DIR n`
         does the same from another terminal. With `ranks="merge"` these steps are those of the first rank, unless they
-        are logged anyway. Raises an `ArgumentError` if `n` is not a positive integer.
-
-        >>> w.burst(20)  # doctest: +SKIP
+        are logged anyway.
         """
         self._lifecycle.check_open()
         steps = check_integer("n", n)
         if self._lifecycle.is_writing:
             self._session.burst(steps)
+
+    def flight_recorder(
+        self, steps: int = 256, *, detail: str = "parameters", on_signal: bool = False, burst: int = 20
+    ) -> Self:
+        """Keeps a few numbers of each of the last `steps` steps on the device, and writes them when something happens.
+
+        A row has the numbers given to `log`, the norm of every parameter's gradient, learning rates and loss scale:
+        one foreach call a step, no copy, no synchronization. It is copied to the host once (a dump) when a rule finds
+        a warning or an error, when the loss or the gradient norm of any step is not finite or leaves its recent range
+        (known at the next logged step), when an exception or SIGTERM ends the training, by `dump()`, and at SIGUSR1
+        with `on_signal=True`. After a dump that nobody asked for the next `burst` steps are logged in full.
+
+        `detail="global"` keeps only the norm of all gradients together. A run has at most 16 dumps and 64 MB of them:
+        `flights` here, and in `runs.read(...)`. Raises an `ArgumentError` if it is called twice.
+        """
+        self._lifecycle.check_open()
+        self._flights.start(steps, detail, on_signal, burst)
+        return self
+
+    @dynamo_disable
+    def dump(self, reason: str) -> None:
+        """Writes the last steps of the flight recorder now, with this reason; for another thread when the step ends.
+
+        Raises an `ArgumentError` without `flight_recorder()`.
+        """
+        self._lifecycle.check_open()
+        self._flights.dump(reason)
+
+    @property
+    def flights(self) -> list[Flight]:
+        """The dumps of the flight recorder so far, oldest first. Waits as `history` does."""
+        self._lifecycle.catch_up()
+        return list(self._flights.dumps)
 
     # Findings.
 
@@ -339,14 +389,7 @@ class Watch:
     @property
     def stats(self) -> Stats:
         """What the watch reports about itself: skipped modules, errors, dropped steps, time spent. Does not wait."""
-        report, session = self._report, self._session
-        return Stats(
-            steps=session.clock.count, logged=session.logged, hooks_fired=report.hooks_fired,
-            unseen=dict(report.unseen), aliases=dict(session.observer.placement.aliases), errors=report.errors,
-            dropped=report.dropped, messages=tuple(report.messages), seconds_training=report.seconds_training,
-            seconds_pump=report.seconds_pump, clock=session.clock.mode, skipped=session.scaler.skipped,
-            seconds_views=report.seconds_views, kernel=cpu.name(), device_kernel=triton.name(),
-        )  # fmt: skip
+        return self._extras.stats()
 
     def live(self, kind: str = "activation", stat: str = "std", *, interactive: bool | None = None) -> LiveView:
         """Shows a view in a notebook cell that follows training: a heat map of layers by steps, the loss, findings.

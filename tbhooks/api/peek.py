@@ -280,8 +280,8 @@ class _PeekObserver(Observer):
         self._sizes: dict[str, int] = {}
         self._calls: dict[str, int] = {}
 
-    def on_output(self, hook: ForwardHook, output: object) -> None:
-        super().on_output(hook, output)
+    def on_output(self, hook: ForwardHook, output: object, args: tuple[Any, ...] = ()) -> None:
+        super().on_output(hook, output, args)
         if in_backward() or is_traced():
             return
         with self._report.guarded(f"output of {hook.path}"), without_dispatch_modes():

@@ -47,7 +47,7 @@ def watch(
     include: Any = None,
     exclude: Any = None,
     histograms: bool | int = True,
-    scalars: Any = "core",
+    scalars: Any = "auto",
     rules: Any = "default",
     step: str = "auto",
     ranks: str = "local",
@@ -66,7 +66,8 @@ def watch(
     - `include`, `exclude`: which modules: a glob over module paths, a module class, a function of path and module, or
       a list of those.
     - `histograms`: True for histograms that become rarer in long runs, False for none, n for every n-th logged step.
-    - `scalars`: which statistics are also TensorBoard scalars: "core", "all", a list of their names, or ().
+    - `scalars`: which statistics are also TensorBoard scalars: "core", "all", a list of their names, or (). "auto" is
+      "core" for up to 300 of them; beyond, summaries by kind and by role take the place of single layers.
     - `rules`: which rules look for problems: "default", (), or a list of rules and their names.
     - `step`: what ends a step: "optimizer", "forward", "manual" (only `Watch.step`), or "auto" to find out.
     - `ranks`: "local" to capture the first rank of a distributed job only, "merge" to merge all ranks.

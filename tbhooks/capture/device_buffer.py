@@ -1,7 +1,7 @@
 """Fixed-width records on one device, and the one copy that moves them to the host.
 
-Every reduced tensor takes the next record of a preallocated buffer. `copy_out` is the only function of capture that
-copies from a device to the host.
+Every reduced tensor takes the next record of a preallocated buffer. `start_copy` is the only function of capture
+that copies from a device to the host.
 """
 
 from __future__ import annotations
@@ -144,16 +144,22 @@ class Buffer:
                     self._counts += chunk[:, self.row_bytes :].view(torch.int32)[:, : histogram.SLOTS].unbind()
 
 
-def copy_out(buffer: Buffer) -> Copy:
-    """Starts the copy of all its records, and returns where they will be."""
-    packed, part_bytes, attached_bytes = buffer.pack()
-    cuda = buffer.device.type == "cuda"
+def start_copy(packed: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """Starts the copy of a tensor to the host. The result is there when the event, if there is one, has happened."""
+    cuda = packed.device.type == "cuda"
     host = torch.empty(packed.shape, dtype=packed.dtype, device="cpu", pin_memory=cuda)
     host.copy_(packed, non_blocking=cuda)
     # Blocking: the background thread sleeps until the copy is done, instead of taking a CPU core from the training.
     event = torch.cuda.Event(blocking=True) if cuda else None  # type: ignore[no-untyped-call]
     if event is not None:
-        event.record(torch.cuda.current_stream(buffer.device))
+        event.record(torch.cuda.current_stream(packed.device))
+    return host, event
+
+
+def copy_out(buffer: Buffer) -> Copy:
+    """Starts the copy of all its records, and returns where they will be."""
+    packed, part_bytes, attached_bytes = buffer.pack()
+    host, event = start_copy(packed)
     blocks = buffer.unfinished.blocks
     return Copy(host, buffer.row_type, event, blocks, buffer.record_bytes, part_bytes, attached_bytes)
 

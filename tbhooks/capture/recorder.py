@@ -18,6 +18,7 @@ from torch import Tensor
 from tbhooks.capture import sharded_tensors
 from tbhooks.capture.device_buffer import Buffer, copy_out
 from tbhooks.capture.packed_step import ArtifactBuilder, Attached, PackedStep, Scalars, Span, TablePart
+from tbhooks.capture.scalars.metrics import StepMetrics
 from tbhooks.data import stats
 from tbhooks.data.frame import Site
 from tbhooks.reduction import batched, cpu, histogram, torch_rows, triton
@@ -126,6 +127,8 @@ class Recorder:
         self._earlier: dict[int, Scalars] = {}
         self._artifact_builders: list[ArtifactBuilder] = []
         self._parts: list[TablePart] = []
+        self.metrics: StepMetrics | None = None
+        """The metrics of the user, which readers call with the tensors they record."""
 
     def wants(self, *kinds: str) -> bool:
         """Whether any of these kinds was asked for."""
@@ -155,6 +158,8 @@ class Recorder:
         with self._lock:
             self.calls, self._scalars, self._earlier, self._artifact_builders = [], {}, {}, []
             self._owners, self._sampled, self._parts = {}, {}, []
+            if self.metrics is not None:
+                self.metrics.forget()
             for buffer in self._buffers:
                 buffer.reset()
 
@@ -265,6 +270,13 @@ class Recorder:
             if whole is not None:
                 self._sampled[self.sites[site]] = whole
 
+    def read_metrics(
+        self, kind: str, path: str, index: str, tensor: Tensor, owner: object, scale: Tensor | None = None
+    ) -> None:
+        """Computes the metrics that the user has asked for of this tensor."""
+        if self.metrics is not None:
+            self.metrics.read(kind, path, index, tensor, owner, scale)
+
     def share(self, site: int, span: Span, owner: object = None) -> None:
         """Gives a site what was already reduced for another."""
         with self._lock:
@@ -279,6 +291,8 @@ class Recorder:
             found = len(kept) < len(self.calls)
             self._owners = {new: self._owners[old] for new, old in enumerate(kept) if old in self._owners}
             self.calls = [self.calls[i] for i in kept]
+            if self.metrics is not None:
+                self.metrics.drop(owners)
         return found
 
     def keep_scalars_only(self, start: str) -> None:
@@ -286,6 +300,8 @@ class Recorder:
         with self._lock:
             self.calls, self._owners, self._artifact_builders, self._parts = [], {}, [], []
             self._scalars = {tag: value for tag, value in self._scalars.items() if tag.startswith(start)}
+            if self.metrics is not None:
+                self.metrics.forget()
 
     def scalar(self, tag: str, value: Tensor | float, earlier_step: int | None = None) -> None:
         """Records a scalar; one-element tensors stay on their device until the copy.
@@ -351,6 +367,9 @@ class Recorder:
     def pack(self, step: int, rank: int) -> PackedStep:
         """Starts the copy of the step to the host, and begins an empty one."""
         with self._lock:
+            of_metrics = None if self.metrics is None else self.metrics.part(self.attach)
+            if of_metrics is not None:
+                self._parts.append(of_metrics)
             copies = {i: copy_out(buffer) for i, buffer in enumerate(self._buffers) if not buffer.is_empty}
             packed = PackedStep(
                 step, time.time(), rank, self.sites[:], self._shown, self.with_buckets,

@@ -84,8 +84,8 @@ class Selector:
     """The arguments `include` and `exclude` of a watch, parsed and checked against the model."""
 
     def __init__(self, model: nn.Module, include: object, exclude: object) -> None:
-        self._include = _patterns("include", include)
-        self._exclude = _patterns("exclude", exclude)
+        self._include = parse_patterns("include", include)
+        self._exclude = parse_patterns("exclude", exclude)
         modules = walk(model).by_path
         _check_each_matches("include", self._include, modules)
         if not self.choose(modules):
@@ -98,25 +98,26 @@ class Selector:
         return {path: module for path, module in modules.items() if self._chosen(path, module)}
 
     def _chosen(self, path: str, module: nn.Module) -> bool:
-        wanted = not self._include or any(_matches(pattern, path, module) for pattern in self._include)
-        return wanted and not any(_matches(pattern, path, module) for pattern in self._exclude)
+        wanted = not self._include or any(matches(pattern, path, module) for pattern in self._include)
+        return wanted and not any(matches(pattern, path, module) for pattern in self._exclude)
 
 
 def choice(argument: str, given: object, model: nn.Module) -> Matcher:
     """A function that returns whether a module matches patterns as `include` takes them; each must match a module."""
-    patterns = _patterns(argument, given)
+    patterns = parse_patterns(argument, given)
     _check_each_matches(argument, patterns, walk(model).by_path)
-    return lambda path, module: any(_matches(pattern, path, module) for pattern in patterns)
+    return lambda path, module: any(matches(pattern, path, module) for pattern in patterns)
 
 
 def _check_each_matches(argument: str, patterns: tuple[Pattern, ...], modules: dict[str, nn.Module]) -> None:
     for pattern in patterns:
-        if not any(_matches(pattern, path, module) for path, module in modules.items()):
+        if not any(matches(pattern, path, module) for path, module in modules.items()):
             shown = pattern.rstrip(".*") if isinstance(pattern, str) else str(pattern)
             raise ArgumentError(f"{argument}={pattern!r} matches no module of this model: {nearest(shown, modules)}")
 
 
-def _patterns(argument: str, given: object) -> tuple[Pattern, ...]:
+def parse_patterns(argument: str, given: object) -> tuple[Pattern, ...]:
+    """The patterns of an argument such as `include`; none for None. Raises ArgumentError for anything else."""
     if given is None:
         return ()
     patterns = tuple(given) if isinstance(given, list | tuple | set | frozenset) else (given,)
@@ -137,7 +138,8 @@ def _is_pattern(given: object) -> bool:
     return isinstance(given, str) or (callable(given) and not isinstance(given, nn.Module))
 
 
-def _matches(pattern: Pattern, path: str, module: nn.Module) -> bool:
+def matches(pattern: Pattern, path: str, module: nn.Module) -> bool:
+    """Whether a module matches a pattern."""
     if isinstance(pattern, str):
         return fnmatch.fnmatchcase(path, pattern)
     if isinstance(pattern, type):

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from tbhooks.capture import cuda_graphs
 from tbhooks.capture.autograd import profiler_label, without_dispatch_modes
+from tbhooks.capture.flight.recorder import FlightRecorder
 from tbhooks.capture.hooks.collectors import Profiles
 from tbhooks.capture.hooks.forward_event import ForwardEvent, Subscription
 from tbhooks.capture.hooks.observer import Observer
@@ -46,7 +47,7 @@ class CaptureSession:
         mode: str, context: RankContext, submit: Callable[[PackedStep], None],
         on_nonfinite: Callable[[int, Replay], None], raise_if_asked: Callable[[], None], report: Report,
     ) -> None:  # fmt: skip
-        self._model, self._kinds = weakref.ref(unwrap(model)), kinds
+        self._model = weakref.ref(unwrap(model))
         self._rank, self._rank_group = context.rank, context.rank_group
         self._submit = submit
         self._report = report
@@ -58,8 +59,9 @@ class CaptureSession:
         self.observer = Observer(model, selector, self.recorder, self, report)
         self.forwards = ForwardEvent(self._model, self.observer.gate, self.observer.graph_capture, report)
         self._groups = GroupNumbers()
+        self.flight = FlightRecorder(self._model, self._groups, bursts, context.rank, report)
         self._scalars = StepScalars(
-            self._model, self.recorder, self.observer, self._groups, self.forwards, context, submit
+            self._model, self.recorder, self.observer, self._groups, self.forwards, self.flight, context, submit
         )
         self.metrics = self._scalars.metrics
         self.samples = StepSamples(self.recorder, self.observer, context, submit, report)
@@ -69,11 +71,14 @@ class CaptureSession:
             mode, context.first_step, self._model, self.observer, self.parameters, self.forwards, self, report
         )
         self.scaler = ScalerReader(
-            self.observer, self.clock, self.recorder, self.parameters.gradients_unscaled, self._step_skipped, report
-        )
+            self.observer, self.clock, self.recorder, self.flight, self.parameters.gradients_unscaled,
+            self._step_skipped, report,
+        )  # fmt: skip
         self.tripwire = Tripwire()
         self.profiles = Profiles()
-        self._evaluation: Evaluation | None = None
+        self.evaluation = Evaluation(
+            self.observer, self.forwards, kinds, schedule.histograms is not False, self._submit_evaluation, report
+        )
         self.replay = Replay(self._model, self.observer, on_nonfinite, report)
         self._step = Step(context.first_step)
         self._ended: Step | None = None
@@ -166,7 +171,7 @@ class CaptureSession:
         """Removes every hook from the model, except those in compiled code, which do nothing then. Can be nested."""
         with self._report.guarded("pausing"), self.clock.lock:
             self._step_is_over()  # if the next step begins in the pause, no hook is called
-        self._pauses += 1
+        self._pauses, self.flight.is_paused = self._pauses + 1, True
         self.observer.detach()
         self.clock.pause()
         self.forwards.pause()
@@ -176,6 +181,7 @@ class CaptureSession:
     def resume(self) -> None:
         self._pauses -= 1
         if not self._pauses:
+            self.flight.is_paused = False
             self.clock.resume()
             self.forwards.resume()
             self.replay.start()
@@ -185,14 +191,6 @@ class CaptureSession:
                 self.observer.placement.attach()
 
     # Features that the user turns on, for the handle.
-
-    def read_evaluations(self) -> None:
-        """From now on evaluation passes are recorded, separately from training."""
-        if self._evaluation is None:
-            with_buckets = self.schedule.histograms is not False
-            self._evaluation = Evaluation(
-                self.observer, self.forwards, self._kinds, with_buckets, self._submit_evaluation, self._report
-            )
 
     def _submit_evaluation(self, recorder: Recorder) -> None:
         """Submits an evaluation after the training step that ended last, and with its label."""
@@ -248,6 +246,7 @@ class CaptureSession:
             elif label is not None:
                 self._last_label = label
                 ended.relabel(label)
+                self.flight.relabel(label)
 
     # Events, called by the clock, the scaler reader and the observer.
 
@@ -263,6 +262,7 @@ class CaptureSession:
         self.scaler.before_optimizer(optimizer)
         with without_dispatch_modes():
             self.tripwire.check(optimizer, self.clock.count)
+        self.flight.before_optimizer(optimizer, has_closure, self.clock.count)
         self.replay.check(optimizer, self.clock.count)
         self._scalars.before_optimizer(optimizer, self.clock.count)
         if self.is_logging():
@@ -272,6 +272,7 @@ class CaptureSession:
                 self.parameters.before_optimizer(optimizer, has_closure)
 
     def after_optimizer(self, optimizer: Optimizer, has_closure: bool) -> None:
+        self.flight.after_optimizer(optimizer, has_closure, self.clock.count)
         if self.is_logging():
             with without_dispatch_modes(), profiler_label("parameters"):
                 self.parameters.after_optimizer(optimizer, has_closure)
@@ -347,6 +348,7 @@ class CaptureSession:
         ended.is_logged = self.observer.seen is not None
         ended.close(label, self.recorder.scalar_tags)
         next_number = self.clock.count + 1
+        self.flight.step_ended(self.clock.count, label)
         if not self._pauses:
             self._bursts.begin(next_number + self._forward_is_compiled)
         self._step = Step(next_number, self._logged_steps.logs(next_number))
@@ -417,6 +419,7 @@ class CaptureSession:
         self.parameters.clear()
         self.observer.leave_out_unused()
         with without_dispatch_modes():
+            self.flight.add_to_copy(self.recorder)
             self.observer.units.log(self.recorder)
             self.observer.collectors.end(self.recorder)
         self.observer.end(keep_hooks)
@@ -444,6 +447,5 @@ class CaptureSession:
             self._ended.takes_late_scalars = False
 
     def _finish_evaluation(self) -> None:
-        if self._evaluation is not None:
-            self._evaluation.finish()
+        self.evaluation.finish()
         self._scalars.means.write_evaluation(self._last_label)

@@ -42,6 +42,8 @@ class StepTable:
     """Scalars of earlier steps, which were logged after those had been submitted."""
     group: int = 0
     """The lowest of the ranks that work on the same batch."""
+    reductions: dict[str, str] = field(default_factory=dict)
+    """How scalars of metrics are merged over ranks, by the part of their tags before the slash: "mean", "max", ..."""
     samples: Samples = NO_SAMPLES
     """The samples that the user has shown."""
 

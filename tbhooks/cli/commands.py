@@ -208,6 +208,8 @@ def _rules(_options: argparse.Namespace) -> int:
     for name, rule in rules.RULES.items():
         paragraph = (inspect.getdoc(rule) or "").partition("\n\n")[0]
         _print(f"{name}\n    {' '.join(paragraph.split())}")
+        thresholds = getattr(rule, "thresholds", {})
+        _print("    " + (", ".join(f"{key}={value!r}" for key, value in thresholds.items()) or "no thresholds"))
     return 0
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from tbhooks.data.flights import Flight
 from tbhooks.data.stats import Counts, Floats
 
 Pixels = NDArray[np.uint8]
@@ -92,4 +93,11 @@ class RunEnded:
     failed: bool
 
 
-Artifact = Text | Picture | Graph | Channels | Embedding | Hyperparameters | RunEnded
+@dataclass(frozen=True)
+class FlightsLeftOut:
+    """Dumps of the flight recorder that were not made, because there were too many: step and reason of each."""
+
+    reasons: tuple[str, ...]
+
+
+Artifact = Text | Picture | Graph | Channels | Embedding | Hyperparameters | RunEnded | Flight | FlightsLeftOut

@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, Protocol
 
 Names = Collection[str] | None
+
+
+class LiveView(Protocol):
+    """The view that `Watch.live()` returns."""
+
+    updates: int
+    seconds: float
+
+    def choose(self, kind: str, stat: str) -> None: ...
+
+    def stop(self) -> None: ...
 
 
 def display(view: str, *arguments: Any, **options: Any) -> Any:

@@ -45,6 +45,11 @@ class UnknownSiteError(TbhooksError, KeyError):
         return str(self.args[0]) if self.args else ""
 
 
+def similar(wrong: str, names: Iterable[str]) -> list[str]:
+    """The names that are probably a misspelling away: one letter in four may differ."""
+    return difflib.get_close_matches(wrong, list(names), n=3, cutoff=0.75)
+
+
 def nearest(wrong: str, allowed: Iterable[str], limit: int = 5) -> str:
     """Suggests what the user probably meant: `did you mean 'std'?`, or else the first few allowed names."""
     names = list(dict.fromkeys(allowed))

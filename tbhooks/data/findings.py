@@ -17,6 +17,10 @@ class Findings(list[Finding]):
 
     _repr_mimebundle_ = mimebundle("findings")
 
+    def __str__(self) -> str:
+        """One sentence per finding, or that there is none."""
+        return str(self._repr_mimebundle_()["text/plain"])
+
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         """For IPython in a terminal, which would print any list in its own way."""
         printer.text(self._repr_mimebundle_()["text/plain"])

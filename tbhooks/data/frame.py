@@ -48,7 +48,9 @@ EVALUATION_SINCE = "train.evaluation_since"
 # What is captured inside attention besides its output, at sites of their own such as `attention:softmax.entropy`. Each
 # is summarized by one of its statistics, which is also a statistic of the attention itself.
 INSIDE_ATTENTION = {"entropy": ("entropy", "mean"), "max_logit": ("logits", "max")}
-MORE_STATS = (*INSIDE_ATTENTION, "dead_fraction")
+AS_SCALARS = ("dead_fraction", "write_ratio")
+"""Statistics that are written as scalars, with tags such as `activation.dead_fraction/relu`."""
+MORE_STATS = (*INSIDE_ATTENTION, *AS_SCALARS)
 """Statistics that only some sites have."""
 
 
@@ -251,8 +253,8 @@ class Frame:
         return Reading(site, self.values[i], self.buckets[i], self.spreads[i], self._more(site), fraction)
 
     def _more(self, site: Site) -> dict[str, float]:
-        dead = self.scalars.get(f"{site.kind}.dead_fraction/{site.name}")
-        more = {} if dead is None else {"dead_fraction": dead}
+        tags = {name: f"{site.kind}.{name}/{site.name}" for name in AS_SCALARS}
+        more = {name: self.scalars[tag] for name, tag in tags.items() if tag in self.scalars}
         if site.plain_kind != "functional" or site.attention_stat is not None:
             return more
         for name, (part, stat) in INSIDE_ATTENTION.items():

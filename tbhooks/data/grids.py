@@ -26,6 +26,7 @@ MAIN_STATS: Mapping[str, tuple[str, ...]] = {
     "functional": ("std", "zero_fraction"),
 }
 _DEFAULT_STATS = ("std",)
+_SUMMARY = "summary."
 _SCALARS_FIRST = ("loss", "train.lr", "train.grad_norm")
 
 
@@ -146,8 +147,8 @@ def _integers(numbers: Iterable[int]) -> NDArray[np.intp]:
 
 @lru_cache(maxsize=1 << 16)
 def is_of_site(tag: str) -> bool:
-    """Whether a scalar is a statistic of one site, such as `activation.std/encoder.0`."""
-    what, slash, _ = tag.partition("/")
+    """Whether a scalar is a statistic of one site, such as `activation.std/encoder.0`, or a summary of such ones."""
+    what, slash, _ = tag.removeprefix(_SUMMARY).partition("/")
     return bool(slash) and what.rpartition(".")[0].removeprefix(EVALUATION) in ALL_KINDS
 
 

@@ -72,7 +72,7 @@ class Worker:
         self._flushes = flushes
         self._evaluation_sinks: tuple[Sink, ...] | None = None
         self._judge = judge
-        self._poll = poll
+        self._polls = () if poll is None else (poll,)
         self._polled_at = 0.0
         self._report = report
         self._queue: deque[Item] = deque()
@@ -94,6 +94,12 @@ class Worker:
         """Adds a sink, which gets everything from now on."""
         with self._changed:
             self._sinks = (*self._sinks, sink)
+
+    def add_poll(self, poll: Poll) -> None:
+        """From now on the thread calls it as well, at most once a second."""
+        with self._changed:
+            self._polls = (*self._polls, poll)
+            self._changed.notify_all()
 
     def submit(self, step: Step) -> None:
         """Queues a step, or drops it if the queue is full. Never waits; takes the same time for any queue length."""
@@ -213,16 +219,20 @@ class Worker:
         is_waiting = True
         while is_waiting:
             left = self._polled_at + POLL_S - time.monotonic()
-            if self._poll is not None and left <= 0 and not self._is_threadless:
+            if self._polls and left <= 0 and not self._is_threadless:
                 self._polled_at, left = time.monotonic(), POLL_S
-                try:
-                    self._poll()
-                except CAUGHT as problem:
-                    self._report.error("looking for requests", problem)
+                self._poll()
             with self._changed:
                 is_waiting = not self._changed.wait_for(
-                    lambda: bool(self._queue), None if self._poll is None else max(left, 0)
+                    lambda: bool(self._queue), max(left, 0) if self._polls else None
                 )
+
+    def _poll(self) -> None:
+        for poll in self._polls:
+            try:
+                poll()
+            except CAUGHT as problem:
+                self._report.error("looking for requests", problem)
 
     def _submit_last(self, last: _SubmitLast) -> None:
         try:

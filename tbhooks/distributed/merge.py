@@ -58,6 +58,7 @@ class Writer:
             "scalars": to_jsonable(table.scalars),
             "earlier": {str(k): to_jsonable(v) for k, v in table.earlier.items()},
             **({"samples": table.samples.to_dict()} if table.samples else {}),
+            **({"reductions": table.reductions} if table.reductions else {}),
         }
         room = self.size - _HEADER.size - len(json.dumps(scalars)) - 64
         rows = min(len(numbers), max(room, 0) // _ROW_BYTES)
@@ -126,6 +127,7 @@ class Reader:
         return StepTable(
             step, sites, values, counts, shards, _numbers(tail["scalars"]),
             {int(key): _numbers(each) for key, each in tail["earlier"].items()}, group,
+            tail.get("reductions", {}),
             samples.Samples.from_dict(tail["samples"]) if "samples" in tail else samples.NO_SAMPLES,
         )  # fmt: skip
 
@@ -168,12 +170,14 @@ def merge(tables: Sequence[StepTable]) -> MergedStep:
     kept, apart = _once_each(sites, owner, groups, np.where(used, shards[:, 0], _UNUSED), values, same)
     kept &= used
     kept, missing = _without_incomplete(sites, owner, shards, kept)
+    reductions = {start: how for table in tables for start, how in table.reductions.items()}
     merged = StepTable(
         tables[0].step, sites, stats.merge(values[kept], owner[kept], len(sites)),
         _merge_counts(tables, owner, kept),
-        shards=np.zeros((len(sites), 2), np.int64), scalars=_merge_scalars([table.scalars for table in tables]),
+        shards=np.zeros((len(sites), 2), np.int64),
+        scalars=_merge_scalars([table.scalars for table in tables], reductions),
         earlier={
-            step: _merge_scalars([table.earlier.get(step, {}) for table in tables])
+            step: _merge_scalars([table.earlier.get(step, {}) for table in tables], {})
             for step in sorted({step for table in tables for step in table.earlier})
         },
         samples=samples.merge([table.samples for table in tables]),
@@ -300,14 +304,16 @@ def _notes(sites: list[Site], apart: list[int], missing: set[int]) -> Iterable[s
             yield f"the {kind}s of {listed(names, most=3)} differ between ranks: {why}. Statistics are over all of them"
 
 
-def _merge_scalars(scalars: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Scalars over the ranks that have them: the mean, except for the tags that `_reduction` knows."""
+def _merge_scalars(scalars: Sequence[dict[str, float]], reductions: dict[str, str]) -> dict[str, float]:
+    """Scalars over the ranks that have them: the mean, except for metrics and the tags that `_reduction` knows."""
     merged = {}
     for tag in dict.fromkeys(tag for each in scalars for tag in each):
-        merged[tag] = float(_reduction(tag)([each[tag] for each in scalars if tag in each]))
+        how = _OF_METRICS[reductions[start]] if (start := tag.partition("/")[0]) in reductions else _reduction(tag)
+        merged[tag] = float(how([each[tag] for each in scalars if tag in each]))
     return merged
 
 
+_OF_METRICS: dict[str, Any] = {"mean": np.mean, "sum": np.sum, "max": np.max, "min": np.min}
 _REDUCTIONS: dict[str, Any] = {
     SKIPPED: max,
     NONFINITE_SINCE: min,

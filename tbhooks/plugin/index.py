@@ -13,13 +13,14 @@ from typing import Any
 
 from tensorboard.compat.proto import summary_pb2
 
+from tbhooks.data.flights import FLIGHT
 from tbhooks.data.frame import ALL_KINDS, CHANNEL, EVALUATION, Site
 from tbhooks.data.stats import QUANTILES, STATS
 from tbhooks.runs.stored_frames import Layout
 from tbhooks.sinks.tensorboard import PLUGIN
 from tbhooks.sinks.tensorboard.findings import DATA_TAG
 
-KINDS = (*ALL_KINDS, *(EVALUATION + kind for kind in ALL_KINDS), CHANNEL + "activation", CHANNEL + "weight")
+KINDS = (*ALL_KINDS, *(EVALUATION + kind for kind in ALL_KINDS), CHANNEL + "activation", CHANNEL + "weight", FLIGHT)
 """The kinds that are known by name, in display order."""
 _PREFIX = re.compile(r"[a-z_]+")
 _TAG = re.compile(rf"{PLUGIN}/(?P<kind>[a-z_.]+?)(?P<buckets>\.buckets)?(?:\.(?P<generation>[1-9]\d{{0,8}}))?")
@@ -79,7 +80,9 @@ class Kind:
 
     @property
     def stats(self) -> list[str]:
-        """The available stats."""
+        """The available stats. A dump of the flight recorder has one number for each gradient."""
+        if self.name == FLIGHT:
+            return ["norm"]
         of_rows = [name for name in STATS if name != "ratio" or self.name == _HAS_RATIO]
         return of_rows + (list(QUANTILES) if self.buckets else [])
 

@@ -29,9 +29,13 @@ from tbhooks.sinks.tensorboard import PLUGIN
 
 STATIC = Path(__file__).parent / "static"
 ENTRY = "/index.js"
+# In an installed package, and in a checkout.
+RULES = (STATIC.parent / "rules.md", STATIC.parents[2] / "docs" / "rules.md")
 JSON, BINARY, TEXT = "application/json", "application/octet-stream", "text/plain"
 # Some systems map these to other types, and browsers do not run a module that is served as plain text.
-CONTENT_TYPES = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml", ".json": JSON}
+CONTENT_TYPES = {
+    ".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml", ".json": JSON,
+}  # fmt: skip
 
 Application = Callable[..., Any]
 
@@ -71,7 +75,7 @@ class Plugin(base_plugin.TBPlugin):  # type: ignore[misc]  # TensorBoard has no 
             "/overview": self._overview,
         }
         files = {_route(path): _file_app(path) for path in sorted(STATIC.rglob("*")) if path.is_file()}
-        return files | {route: _data_app(answer) for route, answer in routes.items()}
+        return files | {"/rules.md": _docs_app} | {route: _data_app(answer) for route, answer in routes.items()}
 
     def is_active(self) -> bool:
         """Called by TensorBoard only if no run has our data: then the tab is inactive."""
@@ -213,6 +217,15 @@ def _sentence(request: wrappers.Request, problem: Exception, status: int) -> Any
 
 def _route(path: Path) -> str:
     return f"/{path.relative_to(STATIC).as_posix()}"
+
+
+@wrappers.Request.application
+def _docs_app(request: wrappers.Request) -> Any:
+    """The documentation of the rules as Markdown, which the page shows that findings link to."""
+    for path in RULES:
+        if path.is_file():
+            return http_util.Respond(request, path.read_bytes(), TEXT)
+    return http_util.Respond(request, "docs/rules.md is not part of this installation", TEXT, code=404)
 
 
 def _file_app(path: Path) -> Application:

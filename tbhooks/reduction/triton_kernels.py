@@ -1,7 +1,8 @@
 # mypy: ignore-errors
 """The kernels of triton.py, which imports this only on CUDA. Triton compiles or interprets them.
 
-Moments are merged by Chan's rule, as stats.merge does. Nothing here allocates, waits or decides from data.
+Moments are merged by the rules of Chan and Pebay, as stats.merge does. Nothing here allocates, waits or decides from
+data.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from tbhooks.data.stats import MIDDLE as _MIDDLE
 from tbhooks.reduction.histogram import SLOTS as _SLOTS
 
 # The columns of a partial row, all float64: `_store_partial` writes them, `merge_rows` reads them.
-N, MEAN, M2, LOW, HIGH, ZEROS, NANS, INFS = (tl.constexpr(i) for i in range(8))
-PARTIALS = tl.constexpr(8)
+N, MEAN, M2, LOW, HIGH, ZEROS, NANS, INFS, M3, M4 = (tl.constexpr(i) for i in range(10))
+PARTIALS = tl.constexpr(10)
 # The columns of a job: the address of the numbers, of numbers to subtract and of a number to divide by (or 0), how many
 # there are, where the partial row and the bucket counts go (or 0); and what a slot gets (or 0).
 JOB = tl.constexpr(9)
@@ -71,7 +72,7 @@ def _exact_sum(x):
 
 @triton.jit
 def _moments(x, finite, n, largest):
-    """Mean and sum of squared deviations of a block, in float64, from sums in float32 of numbers below 2."""
+    """Mean and central moments of a block, in float64, from sums in float32 of numbers below 2."""
     exponent = tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 1)
     # A power of two, so nothing is rounded; in two steps, because its exponent may not fit in one.
     once = tl.where(exponent > 191, DOWN, 1.0)
@@ -83,17 +84,30 @@ def _moments(x, finite, n, largest):
     centre = mean.to(tl.float32)
     away = tl.where(finite, scaled - centre, 0.0)
     off = mean - centre.to(tl.float64)
-    m2 = tl.maximum(tl.sum(away * away).to(tl.float64) - some * off * off, 0.0)
+    square = away * away
+    squares = tl.sum(square).to(tl.float64)
+    cubes = tl.sum(square * away).to(tl.float64)
+    fourths = tl.sum(square * square).to(tl.float64)
+    m2 = tl.maximum(squares - some * off * off, 0.0)
+    m3 = cubes - off * (3.0 * squares - 2.0 * some * off * off)
+    m4 = fourths - off * (4.0 * cubes - off * (6.0 * squares - 3.0 * some * off * off))
     unit = ((exponent + (1023 - 127)).to(tl.int64) << 52).to(tl.float64, bitcast=True)
-    return mean * unit, m2 * unit * unit
+    area = unit * unit
+    return mean * unit, m2 * area, m3 * area * unit, m4 * area * area
 
 
 @triton.jit
-def _merged(n, mean, m2, other_n, other_mean, other_m2):
+def _merged(n, mean, m2, m3, m4, other_n, other_mean, other_m2, other_m3, other_m4):
     total = n + other_n
-    share = other_n / tl.maximum(total, 1.0)
+    a = n / tl.maximum(total, 1.0)
+    b = other_n / tl.maximum(total, 1.0)
     away = other_mean - mean
-    return total, mean + away * share, m2 + other_m2 + away * away * share * n
+    square = away * away
+    between = square * b * n
+    m4 += other_m4 + between * square * (a * a - a * b + b * b)
+    m4 += 6.0 * square * (a * a * other_m2 + b * b * m2) + 4.0 * away * (a * other_m3 - b * m3)
+    m3 += other_m3 + between * away * (a - b) + 3.0 * away * (a * other_m2 - b * m2)
+    return total, mean + away * b, m2 + other_m2 + between, m3, m4
 
 
 @triton.jit
@@ -149,6 +163,8 @@ def _reduce_share(address, minus, scale, size, partial, counts, DTYPE: tl.conste
     n = tl.zeros((), tl.float64)
     mean = tl.zeros((), tl.float64)
     m2 = tl.zeros((), tl.float64)
+    m3 = tl.zeros((), tl.float64)
+    m4 = tl.zeros((), tl.float64)
     low = tl.full((), INFINITY, tl.float32)
     high = tl.full((), -INFINITY, tl.float32)
     zeros = tl.zeros((), tl.int32)
@@ -167,8 +183,9 @@ def _reduce_share(address, minus, scale, size, partial, counts, DTYPE: tl.conste
         lowest = tl.min(tl.where(finite, x, INFINITY))
         highest = tl.max(tl.where(finite, x, -INFINITY))
         largest = tl.maximum(tl.where(some > 0, tl.maximum(highest, -lowest), 0.0), 0.0)
-        stretch_mean, stretch_m2 = _moments(x, finite, some, largest)
-        n, mean, m2 = _merged(n, mean, m2, some.to(tl.float64), stretch_mean, stretch_m2)
+        mean_here, m2_here, m3_here, m4_here = _moments(x, finite, some, largest)
+        n_here = some.to(tl.float64)
+        n, mean, m2, m3, m4 = _merged(n, mean, m2, m3, m4, n_here, mean_here, m2_here, m3_here, m4_here)
         low, high = tl.minimum(low, lowest), tl.maximum(high, highest)
         zeros += tl.sum((inside & (x == 0.0)).to(tl.int32))
         nans += tl.sum((inside & ~(tl.abs(x) <= INFINITY)).to(tl.int32))
@@ -181,14 +198,16 @@ def _reduce_share(address, minus, scale, size, partial, counts, DTYPE: tl.conste
         place = tl.arange(0, TABLE)
         there = counts.to(tl.pointer_type(tl.int32)) + place
         tl.atomic_add(there, found, mask=(place < SLOTS) & (found > 0), sem="relaxed")
-    _store_partial(partial.to(tl.pointer_type(tl.float64)), n, mean, m2, low, high, zeros, nans, infs)
+    _store_partial(partial.to(tl.pointer_type(tl.float64)), n, mean, m2, m3, m4, low, high, zeros, nans, infs)
 
 
 @triton.jit
-def _store_partial(out, n, mean, m2, low, high, zeros, nans, infs):
+def _store_partial(out, n, mean, m2, m3, m4, low, high, zeros, nans, infs):
     tl.store(out + N, n)
     tl.store(out + MEAN, mean)
     tl.store(out + M2, m2)
+    tl.store(out + M3, m3)
+    tl.store(out + M4, m4)
     tl.store(out + LOW, low.to(tl.float64))
     tl.store(out + HIGH, high.to(tl.float64))
     tl.store(out + ZEROS, zeros.to(tl.float64))
@@ -216,19 +235,24 @@ def merge_rows(slots: tl.int64, PROGRAMS: tl.constexpr):  # noqa: N803
     n = tl.load(there + N, mask=inside, other=0.0)
     mean = tl.load(there + MEAN, mask=inside, other=0.0)
     m2 = tl.load(there + M2, mask=inside, other=0.0)
+    m3 = tl.load(there + M3, mask=inside, other=0.0)
+    m4 = tl.load(there + M4, mask=inside, other=0.0)
     total = tl.sum(n)
     of_all = tl.sum(mean * (n / tl.maximum(total, 1.0)))
     away = mean - of_all
+    square = n * away * away
     nans = tl.sum(tl.load(there + NANS, mask=inside, other=0.0))
     infs = tl.sum(tl.load(there + INFS, mask=inside, other=0.0))
     tl.store(row + ROW_COUNT, total + nans + infs)
     tl.store(row + ROW_MEAN, of_all)
-    tl.store(row + ROW_M2, tl.sum(tl.where(n > 0, m2 + n * away * away, 0.0)))
+    tl.store(row + ROW_M2, tl.sum(tl.where(n > 0, m2 + square, 0.0)))
+    m4 += away * (4.0 * m3 + away * (6.0 * m2 + square))
+    m3 += away * (3.0 * m2 + square)
+    tl.store(row + ROW_M3, tl.sum(tl.where(n > 0, m3, 0.0)))
+    tl.store(row + ROW_M4, tl.sum(tl.where(n > 0, m4, 0.0)))
     tl.store(row + ROW_MIN, tl.min(tl.load(there + LOW, mask=inside, other=INFINITY)))
     tl.store(row + ROW_MAX, tl.max(tl.load(there + HIGH, mask=inside, other=-INFINITY)))
     tl.store(row + ROW_ZEROS, tl.sum(tl.load(there + ZEROS, mask=inside, other=0.0)))
     tl.store(row + ROW_NANS, nans)
     tl.store(row + ROW_INFS, infs)
     tl.store(row + ROW_BASE, 0.0)
-    tl.store(row + ROW_M3, float("nan"))  # not computed here
-    tl.store(row + ROW_M4, float("nan"))

@@ -60,6 +60,9 @@ def _records(file: BinaryIO, size: int, report: ReportProblem, progress: Progres
                 f"record at byte {at} has a wrong checksum, skipped the rest of the file" if at else "not an event file"
             )
             break
+        if length_crc is None and not at:
+            report("not an event file, or cut short before its first record")
+            break
         if length_crc is None or length > size - at - HEADER - FOOTER:
             report(f"cut short at byte {at}, the last step may be missing")
             break

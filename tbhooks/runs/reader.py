@@ -16,11 +16,13 @@ from numpy.typing import NDArray
 from tensorboard.compat.proto import summary_pb2
 
 from tbhooks.data.errors import TbhooksError
+from tbhooks.data.flights import FLIGHT
 from tbhooks.data.frame import CHANNEL, EVALUATION, SAMPLED, Finding, Frame, Site
 from tbhooks.data.samples import NO_SAMPLES, Samples
 from tbhooks.data.stats import WIDTH, Floats
 from tbhooks.runs.event_records import Progress, event_of_bytes, records, size_of
 from tbhooks.runs.scalars import ScalarLog, Series
+from tbhooks.runs.stored_flights import StoredFlights
 from tbhooks.runs.stored_frames import (
     LONGEST_NAME,
     Layout,
@@ -34,6 +36,7 @@ from tbhooks.runs.stored_frames import (
 )
 from tbhooks.sinks import jsonl
 from tbhooks.sinks.tensorboard import findings as finding_codec
+from tbhooks.sinks.tensorboard import flights as flight_codec
 from tbhooks.sinks.tensorboard import samples as sample_codec
 
 _FRAME_FILE_START = b'{"step":'
@@ -124,6 +127,7 @@ class RunReader:
         self._newest = {evaluation: _NewestRun() for evaluation in (False, True)}
         self._newest_json = _NewestRun()
         self._files: list[_FileScalars] = []
+        self._flights = StoredFlights()
         self._has_frames = False
         """Whether the current file has frames."""
         self._since = 0
@@ -170,6 +174,7 @@ class RunReader:
         if frame.rows and self._begins(step, evaluation, frame):
             in_new_file = self._newest[evaluation].in_new_file
             self._since = begin if in_new_file else before
+            self._flights.clear()
             self._steps = {key: known for key, known in self._steps.items() if in_new_file and known.file == path.name}
         self._steps[step, evaluation] = frame  # the last one counts if a step was logged again
         frame.scalars.update(scalars)
@@ -202,9 +207,14 @@ class RunReader:
         if value.tag == sample_codec.DATA_TAG:
             frame.samples = sample_codec.decode(b"".join(value.tensor.string_val[:1]))
             return []
+        if value.tag in (flight_codec.DATA_TAG, flight_codec.LEFT_OUT_TAG):
+            self._flights.add(value.tag, b"".join(value.tensor.string_val[:1]))
+            return []
         if has_layout(value):
             self._layouts[value.tag] = Layout.read(value.metadata)
         layout = self._layouts.get(value.tag)
+        if layout is not None and layout.kind == FLIGHT:  # its numbers are in the dumps
+            return []
         if layout is None:
             if value.tag.startswith("tbhooks/") and not belongs_to_other_plugin(value):
                 raise ValueError("unknown tag (no metadata)")
@@ -224,6 +234,11 @@ class RunReader:
         """Whether this frame starts another run."""
         begins = self._newest[evaluation].begins(step, frame.time, frame.file)
         return begins and (not evaluation or not self._newest[False].count)
+
+    @property
+    def flights(self) -> StoredFlights:
+        """The dumps of the flight recorder."""
+        return self._flights
 
     # --- JSON Lines files ---
 

@@ -78,6 +78,7 @@ def document(run: Run) -> dict[str, Any]:
     - `sites`: in execution order `path`, `kind`, `index`, `last_step`, and all statistics at that step as `stats`;
       `sampled`, the fraction of elements read, for an update that is an estimate
     - `findings`: the most severe first, each as returned by `Finding.to_dict`
+    - `flights`: the dumps of the flight recorder, each as returned by `Flight.to_dict`
     - `problems`: what could not be read, in sentences
 
     NaN and infinities are the strings "nan", "inf" and "-inf"; a statistic without value is "nan".
@@ -91,6 +92,7 @@ def document(run: Run) -> dict[str, Any]:
         "scalars": {tag: _scalar(one) for tag, one in own_scalars(run).items()},
         "sites": _sites(run),
         "findings": [finding.to_dict() for finding in by_severity(run)],
+        "flights": [flight.to_dict() for flight in run.flights],
         "problems": list(run.problems),
     })  # fmt: skip
     return document

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from tbhooks.data.errors import ArgumentError, nearest
+from tbhooks.data.errors import ArgumentError, similar
 from tbhooks.data.findings import Issue, first_of_each, issues
+from tbhooks.data.flights import Flight
 from tbhooks.data.frame import Finding, Frame
 from tbhooks.runs.event_records import Progress, records, size_of
 from tbhooks.runs.reader import RunReader, starts_with_frame
@@ -35,6 +36,11 @@ class Run:
     channels: list[Frame] = field(default_factory=list)
     """The statistics of `per_channel` by step, with one site per channel: path `conv1`, index `[3]`, kind
     `channel.activation`."""
+
+    flights: list[Flight] = field(default_factory=list)
+    """The dumps of the flight recorder, oldest first, of all ranks."""
+    flights_left_out: list[str] = field(default_factory=list)
+    """Step and reason of the dumps that were not made, because there were too many."""
 
     @property
     def training(self) -> list[Frame]:
@@ -90,7 +96,10 @@ def read(directory: str | Path, progress: Progress | None = None) -> Run:
     for path in lines:
         reader.read_frames(path)
     frames, scalars, channels = reader.contents()
-    return Run(where, frames, first_of_each(frames), scalars, reader.problems, channels)
+    flights = reader.flights.with_files(where, reader.report)
+    return Run(
+        where, frames, first_of_each(frames), scalars, reader.problems, channels, flights, reader.flights.left_out
+    )
 
 
 def check_run(directory: Path) -> None:
@@ -179,10 +188,11 @@ def _files(where: Path) -> tuple[list[Path], list[Path]]:
 
 
 def _missing(where: Path) -> str:
-    siblings = sorted(path.name for path in where.parent.iterdir()) if where.parent.is_dir() else []
-    if siblings:
-        return f"there is no directory {str(where)!r}: in {where.parent}, {nearest(where.name, siblings)}"
-    return f"there is no directory {str(where)!r}: {where.parent} is empty or missing too"
+    if not where.parent.is_dir():
+        return f"there is no directory {str(where)!r}, and no {str(where.parent)!r} either"
+    close = similar(where.name, sorted(path.name for path in where.parent.iterdir()))
+    hint = f": did you mean {' or '.join(repr(str(where.parent / name)) for name in close)}?" if close else ""
+    return f"there is no directory {str(where)!r}{hint}"
 
 
 def _empty(where: Path) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from tbhooks.data.frame import Frame
 from tbhooks.sinks.findings_text import FindingsText
-from tbhooks.sinks.scalar_selection import scalar_table, scalars_of
+from tbhooks.sinks.scalar_selection import is_summarised, scalar_table, scalars_of
 from tbhooks.sinks.uniform_bins import histograms_of
 
 FINDINGS = "tbhooks_findings"
@@ -40,7 +40,7 @@ class AimSink:
 
         for tag, number in scalars_of(frame, self._table).items():
             self._run.track(number, name=tag, step=frame.step)
-        for tag, counts, edges in histograms_of(frame):
+        for tag, counts, edges in () if is_summarised(frame.sites, self._table) else histograms_of(frame):
             distribution = Distribution.from_histogram(counts, (float(edges[0]), float(edges[-1])))
             self._run.track(distribution, name=tag, step=frame.step)
         if self._findings.add(frame.findings):

@@ -19,7 +19,7 @@ class MemorySink:
 
     def __init__(self, limit: int | None = None) -> None:
         if limit is not None and (not isinstance(limit, int) or limit < 1):
-            raise ArgumentError(f"limit is a whole number of at least 1, or None for no limit, not {limit!r}")
+            raise ArgumentError(f"limit must be an integer >= 1, or None for no limit, got {limit!r}")
         self._frames: deque[Frame] = deque(maxlen=limit)
 
     @property

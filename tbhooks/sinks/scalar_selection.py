@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +12,7 @@ from tbhooks.data import stats
 from tbhooks.data.errors import ArgumentError, check_names
 from tbhooks.data.frame import ALL_KINDS, SAMPLED, Frame, Site
 from tbhooks.data.stats import QUANTILES, STAT_NAMES, Floats
+from tbhooks.sinks.scalar_summaries import MOST_TAGS, NonfiniteTensors, Summaries
 
 CORE_SCALARS = {
     "activation": ("mean", "std", "zero_fraction"),
@@ -30,6 +31,10 @@ HISTOGRAM_KINDS = frozenset(ALL_KINDS) - {"update"}
 ScalarTable = dict[str, tuple[str, ...]]
 
 
+class AutoTable(ScalarTable):
+    """The table of `scalars="auto"`: the core scalars of every layer, or summaries if those are too many."""
+
+
 def scalar_table(scalars: object) -> ScalarTable:
     """The statistics of each kind that the `scalars` argument of `watch` selects.
 
@@ -40,11 +45,13 @@ def scalar_table(scalars: object) -> ScalarTable:
     if isinstance(scalars, str):
         if scalars == "core":
             return dict(CORE_SCALARS)
+        if scalars == "auto":
+            return AutoTable(CORE_SCALARS)
         if scalars == "all":
             return {k: tuple(name for name in STAT_NAMES if name != "ratio" or k == "update") for k in ALL_KINDS}
         scalars = (scalars,)
     if not isinstance(scalars, Iterable):
-        raise ArgumentError(f'scalars must be "core", "all", a list of stat names, or (), got {scalars!r}')
+        raise ArgumentError(f'scalars must be "auto", "core", "all", a list of stat names, or (), got {scalars!r}')
     names = tuple(scalars)
     check_names("stat", names, (*STAT_NAMES, *(f"{kind}.{name}" for kind in ALL_KINDS for name in STAT_NAMES)))
     return {
@@ -60,13 +67,32 @@ class _Entry(NamedTuple):
     row: int
 
 
-def selected(sites: Sequence[Site], table: ScalarTable) -> Columns:
+class Scalars(Protocol):
+    """A list of tags, and how their values are computed from a frame."""
+
+    tags: list[str]
+
+    def read(self, frame: Frame) -> Floats: ...
+
+
+def is_summarised(sites: Sequence[Site], table: ScalarTable) -> bool:
+    """Whether summaries take the place of the scalars and histograms of these sites: there are too many of them."""
+    if not isinstance(table, AutoTable):
+        return False
+    return sum(1 if site.attention_stat else len(table[site.plain_kind]) for site in sites) > MOST_TAGS
+
+
+def selected(sites: Sequence[Site], table: ScalarTable) -> Scalars:
     """The scalars that a table selects; only finite values are shown."""
+    if is_summarised(sites, table):
+        return Summaries(sites, table)
     return Columns([entry for row, site in enumerate(sites) for entry in _selected_of(row, site, table)])
 
 
-def nonfinite_counts(sites: Sequence[Site], table: ScalarTable) -> Columns:
+def nonfinite_counts(sites: Sequence[Site], table: ScalarTable) -> Scalars:
     """The counts of NaN and infinity, which are shown where they are not zero."""
+    if is_summarised(sites, table):
+        return NonfiniteTensors(sites)
     return Columns([entry for row, site in enumerate(sites) for entry in _nonfinite_counts_of(row, site, table)])
 
 

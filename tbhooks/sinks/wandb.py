@@ -7,15 +7,16 @@ user has moved on, or until it is certain that an extra row does no harm.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
 from tbhooks.data.errors import ArgumentError, TbhooksError
 from tbhooks.data.frame import Frame
+from tbhooks.data.stats import Counts, Floats
 from tbhooks.sinks.findings_text import FindingsText
 from tbhooks.sinks.flush_hooks import call_before
-from tbhooks.sinks.scalar_selection import scalar_table, scalars_of
+from tbhooks.sinks.scalar_selection import is_summarised, scalar_table, scalars_of
 from tbhooks.sinks.uniform_bins import BINS, histograms_of
 
 STEP = "tbhooks/step"
@@ -69,7 +70,7 @@ class WandbSink:
         if not frame.has_numbers:
             return
         numbers = scalars_of(frame, self._table)
-        histograms = {tag: Histogram(np_histogram=(c, e)) for tag, c, e in histograms_of(frame)}
+        histograms = {tag: Histogram(np_histogram=(c, e)) for tag, c, e in self._histograms_of(frame)}
         self._define(frame, [*numbers, *histograms])
         self._rows.add(frame.step, {**numbers, **histograms, STEP: frame.step})
         if self._findings.add(frame.findings):
@@ -83,6 +84,9 @@ class WandbSink:
         self._rows.write_all()
         if self._unhook is not None:
             self._unhook()
+
+    def _histograms_of(self, frame: Frame) -> Iterable[tuple[str, Counts, Floats]]:
+        return () if is_summarised(frame.sites, self._table) else histograms_of(frame)
 
     def _define(self, frame: Frame, tags: list[str]) -> None:
         """Sets the step axis: one definition per group of tags, and one for each scalar that the user has named."""

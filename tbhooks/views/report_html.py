@@ -12,6 +12,7 @@ import numpy as np
 
 from tbhooks.data.frame import Frame, Site
 from tbhooks.data.stats import LOWER, MIDDLE, Counts
+from tbhooks.drawing.curves import curve
 from tbhooks.drawing.heatmap import Scale, legend, picture, svg
 from tbhooks.drawing.text import bucket_label, printable
 from tbhooks.runs import Run
@@ -22,6 +23,8 @@ from tbhooks.views.notebook.history import heat_map, logged_steps, nonfinite_not
 MOST_COLUMNS, SCALAR_TREND = 200, 40
 MOST_HISTOGRAMS, MOST_HISTOGRAM_STEPS = 150, 60
 HISTOGRAM_ROW = 5
+MOST_CURVES = 6
+_DRAWN = ("loss", "train.lr", "train.grad_norm")
 # The logarithmic axis of a histogram shows twelve octaves; values closer to zero than that share one row.
 HALF_OCTAVES_SHOWN = 24
 _ANCHOR = re.compile(r"[^A-Za-z0-9_.]+")
@@ -32,7 +35,9 @@ body.tbhooks.tbhooks.tbhooks{margin:0 auto;max-width:60rem;padding:1.5rem 1rem 4
 html{background:#fff}@media (prefers-color-scheme:dark){html{background:#111}}
 h1{font-size:1.5rem;margin:0 0 .25rem;overflow-wrap:anywhere}
 h2{font-size:1.15rem;margin:2.2rem 0 .5rem;border-bottom:1px solid var(--line);padding-bottom:.2rem}
-h3{font-size:1rem;margin:1.4rem 0 .2rem}nav{color:var(--soft)}nav a{margin-right:.9rem}a{color:var(--info)}
+h3{font-size:1rem;margin:1.4rem 0 .2rem}
+.curves{display:flex;flex-wrap:wrap;gap:.8rem}.curve{margin:0;width:270px;font-size:12px}.verdict{font-size:1.1rem}
+nav{color:var(--soft)}nav a{margin-right:.9rem}a{color:var(--info)}
 .tbhooks.tbhooks.tbhooks svg rect:hover{fill:var(--ink);fill-opacity:.12}
 """
 
@@ -45,8 +50,11 @@ def page(run: Run) -> str:
         '<meta name="viewport" content="width=device-width,initial-scale=1">',
         f"<title>{title}</title><style>{html.STYLE}{STYLE}</style></head>",
         f'<body class="tbhooks"><h1>{html.escape(str(run.directory))}</h1>',
+        _verdict(run),
         _summary(run),
+        _curves(run),
         _findings(run),
+        _flights(run),
         _problems(run),
         _scalars(run),
         _heat_maps(run_grids(run)),
@@ -65,10 +73,52 @@ def _summary(run: Run) -> str:
     return f"<p>{steps}; {html.plural(sites, 'tensor')} watched; {found}.</p><nav>{nav}</nav>"
 
 
+def _verdict(run: Run) -> str:
+    """One sentence about the run, and the chain of each cause with onset, peak, last step and count of its issues."""
+    if not run.frames:
+        return ""
+    verdict = run.verdict
+    chains = [
+        " → ".join(f"{link.what} (step {link.step})" for link in chain)
+        + "".join(
+            f"; {issue.rule}: since step {issue.onset}, worst at {issue.peak.step}, last at {issue.last.step}, "
+            f"{html.plural(issue.count, 'logged step')}"
+            for issue in cause.issues
+        )
+        for cause, chain in zip(verdict.causes, verdict.chains, strict=True)
+        if cause.severity != "info"
+    ]
+    listed = html.bullets(chains) if chains else ""
+    return f'<p class="verdict" id="verdict"><b>{html.escape(verdict.sentence)}</b></p>{listed}'
+
+
+def _curves(run: Run) -> str:
+    """Losses, learning rates and gradient norms as curves, with a line at the onset of every error."""
+    onsets = sorted({issue.onset for issue in run.issues if issue.severity == "error"})
+    drawn = [
+        curve(
+            printable(tag), series.steps.tolist(), series.values, [step for step in onsets if step <= series.steps[-1]]
+        )
+        for tag, series in own_scalars(run).items()
+        if len(series.steps) > 1 and any(word in tag.lower() for word in _DRAWN)
+    ]
+    return f'<div class="curves">{"".join(drawn[:MOST_CURVES])}</div>' if drawn else ""
+
+
 def _findings(run: Run) -> str:
-    blocks = [findings.block(finding, f"finding-{i}") for i, finding in enumerate(by_severity(run), start=1)]
+    """Errors and warnings, and notes folded."""
+    found = list(enumerate(by_severity(run), start=1))
+    urgent = [findings.block(finding, f"finding-{i}") for i, finding in found if finding.severity != "info"]
+    notes = [findings.block(finding, f"finding-{i}") for i, finding in found if finding.severity == "info"]
+    folded = html.details(html.plural(len(notes), "note"), "".join(notes)) if notes else ""
     none = html.paragraph(f"{findings.NONE_FOUND.capitalize()}.", css="")
-    return '<h2 id="findings">Findings</h2>' + ("".join(blocks) or none)
+    return '<h2 id="findings">Findings</h2>' + ("".join(urgent) + folded or none)
+
+
+def _flights(run: Run) -> str:
+    texts = [str(flight) for flight in run.flights]
+    left_out = [f"left out: {reason}" for reason in run.flights_left_out]
+    return f'<h2 id="flights">Flight recorder</h2>{html.bullets([*texts, *left_out])}' if texts or left_out else ""
 
 
 def _problems(run: Run) -> str:

@@ -41,6 +41,7 @@ _TABLES: tuple[tuple[str, Columns], ...] = (
     ),
 )
 _IN_TABLES = {kind for _, columns in _TABLES for _, kind, _ in columns} | set(KINDS)
+_NOT_CHECKED = "the run has no tbhooks data, so no rule has checked it"
 # Longer tables show their ends and the rows with a finding.
 MOST_ROWS, ENDS = 80, 30
 LEAST_TREND, MOST_TREND = 4, 24
@@ -66,11 +67,12 @@ def run_report(run: Run, width: int, *, all_rows: bool = False) -> list[Section]
     steps = logged_steps([frame.step for frame in run.training], len(run.evaluations))
     lines = findings.lines(run.findings)
     return [
-        Section(printable(f"{run.directory}: {steps}")),
+        Section(printable(f"{run.directory}: {steps}"), notes=[printable(run.verdict.sentence)] if run.frames else []),
         *_scalars(run, width),
         *_tables(run_grids(run), flagged, width, all_rows),
         *_sampled(run),
-        Section(f"findings ({len(lines)})", notes=lines or [findings.NONE_FOUND]),
+        Section(f"findings ({len(lines)})", notes=lines or [findings.NONE_FOUND if run.frames else _NOT_CHECKED]),
+        *_flights(run),
         *([Section("problems with the files", notes=[printable(p) for p in run.problems])] if run.problems else []),
         Section("more", notes=_hints(run), verbatim=True),
     ]
@@ -87,6 +89,14 @@ def _sampled(run: Run) -> list[Section]:
         f"because the device had too little memory for a copy of the weights: {listed(sorted(sampled), most=3)}"
     )
     return [Section("sampled updates", notes=[printable(note)])]
+
+
+def _flights(run: Run) -> list[Section]:
+    """What the flight recorder has dumped, and what was left out."""
+    notes = [printable(str(flight)) for flight in run.flights]
+    if run.flights_left_out:
+        notes.append(printable(f"{len(run.flights_left_out)} more dumps were left out: {listed(run.flights_left_out)}"))
+    return [Section(f"flight recorder ({len(run.flights)})", notes=notes)] if notes else []
 
 
 def _scalars(run: Run, width: int) -> list[Section]:
@@ -167,6 +177,11 @@ def comparison_report(comparison: Comparison) -> list[Section]:
     """Returns the sections on two runs: where they first differ, and what differs most."""
     first, second = map(printable, comparison.runs)
     sections = [Section(f"{first} (1) against {second} (2): {comparison.common_steps} steps in common")]
+    if comparison.are_unrelated:
+        sections.append(Section(
+            f"these runs look unrelated: they have {comparison.common} values of tensors in common, and "
+            f"{len(comparison.only_first) + len(comparison.only_second)} in only one of them"
+        ))  # fmt: skip
     if not comparison.common_steps:
         return [*sections, Section("the runs have no logged step in common: nothing to compare")]
     if comparison.parted is None:
@@ -275,6 +290,7 @@ def styled(sections: Sequence[Section], width: int, *, colour: bool) -> str:
         else:
             console.print(Text(section.title, style="bold"))
         for note in section.notes:
-            console.print(Text(f"  {note}", style=_STYLES.get(note.partition(",")[0], "")))
+            text = f"  {note}" if section.verbatim else _wrapped(note, width)
+            console.print(Text(text, style=_STYLES.get(note.partition(",")[0], "")), soft_wrap=True)
         console.print()
     return screen.getvalue()

@@ -12,6 +12,7 @@ import pytest
 from tests.support.browser_tab import Board, Pages, write_runs
 from tests.support.processes import wait_for
 from tests.support.tensorboard_server import Server
+from tests.support.transformer_runs import ODD, write_transformers, write_wide
 
 CHROMIUM = Path("/usr/bin/chromium")
 
@@ -58,3 +59,24 @@ def screenshots(tmp_path: Path) -> Path:
     directory = Path(os.environ.get("TBHOOKS_SCREENSHOTS", tmp_path))
     directory.mkdir(parents=True, exist_ok=True)
     return directory
+
+
+@pytest.fixture(scope="session")
+def transformers(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of TensorBoard over four runs of a transformer, and one of a thousand modules."""
+    directory = tmp_path_factory.mktemp("transformers")
+    write_transformers(directory)
+    write_wide(directory / "wide", modules=1000, steps=60, odd=ODD, since=20)
+    with Server(directory, tmp_path_factory.mktemp("server") / "log") as server:
+        server.wait_for(lambda: len(server.newest()) == 5 and server.newest()["wide"] == 59)
+        yield server.address
+
+
+@pytest.fixture
+def models(browser: Any, transformers: str) -> Iterator[Pages]:
+    """Opens pages over whole models. A page that wrote an error to the console fails the test."""
+    opened = Pages(browser, transformers)
+    yield opened
+    for context in browser.contexts:
+        context.close()
+    assert not opened.errors

@@ -60,6 +60,7 @@ window.detail = createDetail(document.getElementById("box"), {
   api: { distribution: route("distribution"), history: route("history") },
   onClose: () => (window.closings += 1),
   onPickStep: (step) => window.picked.push(step),
+  axis: "log",
 });
 """
 
@@ -316,7 +317,7 @@ def test_ticks_are_signed_powers_of_ten_where_their_values_are(page: Any) -> Non
 
 def test_nothing_around_zero_makes_a_break_and_not_a_desert(page: Any) -> None:
     usual(page, np.concatenate([np.linspace(0.5, 2, 100), -np.linspace(0.5, 2, 100)]))
-    choose(page, "distribution", "axis", "step")
+    choose(page, "distribution", "range", "step")
     drawn = bars(page)
     gaps = drawn[1:, 0] - drawn[:-1, 1]
     assert gaps.max() < (drawn[-1, 1] - drawn[0, 0]) / 2, "126 empty octaves take no more room than the values"
@@ -606,7 +607,7 @@ def test_modules_of_different_size_are_compared_by_share(page: Any) -> None:
     tensors = compared(page)
     assert (
         page.locator(".detail-distribution .detail-axis-title").text_content()
-        == "share of elements in each half-octave bucket"
+        == "share of elements per half-octave bin"
     )
     tooltip = hover(page, "distribution", 330, 100)
     assert all(name in tooltip for name in tensors)

@@ -371,6 +371,71 @@ def test_names_are_fields_and_never_formulas(page: Any, text: str, field: str) -
     assert run(page, "map/save.js", "m.field(text)", text=text) == field
 
 
+# --- labels.js ---
+
+WIDTHS = "(text) => text.length <= room"
+
+
+def test_shortened_names_are_never_the_same_and_keep_whole_parts(page: Any) -> None:
+    names = [f"encoder.layers.{i}.attention.{part}.weight" for i in range(3) for part in ("query", "quart", "value")]
+    for room in (60, 24, 14, 8, 5):
+        texts = run(page, "map/labels.js", f"[...m.distinct(names, {WIDTHS}).values()]", names=names, room=room)
+        assert len(set(texts)) == len(names), room
+    assert run(page, "map/labels.js", f"m.shortened(names[0], {WIDTHS})", names=names, room=60) == names[0]
+    short = run(page, "map/labels.js", f"m.shortened(names[0], {WIDTHS})", names=names, room=24)
+    assert short == "encoder.\u2026query.weight"
+
+
+# --- order.js ---
+
+
+def test_unusual_is_what_is_far_from_the_median_of_its_role(page: Any) -> None:
+    rng = np.random.default_rng(8)
+    values = np.exp(rng.normal(size=(40, 12)) * 0.1)
+    values[:, 7] *= 20
+    values[3, 2] *= 50  # one step of forty is not lasting
+    expression = """(() => {
+      const sites = values[0].map((_, i) => ({ path: `l.${i}.q`, index: "", name: `l.${i}.q`, role: "l.*.q" }));
+      const rows = sites.map((_, i) => ({ values: Float32Array.from(values, (step) => step[i]), bad: null }));
+      const matrix = { sites, rows, steps: values.map((_, i) => i) };
+      return m.ordered(matrix, "unusual", [-Infinity, Infinity], true).map((one) => [one.site.name, one.score]);
+    })()"""
+    found = run(page, "map/order.js", expression, values=values.tolist())
+    assert found[0][0] == "l.7.q"
+    logs = np.log(values)
+    away = logs - np.median(logs, axis=1, keepdims=True)
+    spread = np.maximum(1.4826 * np.median(np.abs(away), axis=1), 0.01 * np.abs(np.median(logs, axis=1)))
+    z = np.sort(np.abs(away / spread[:, None]), axis=0)[::-1][4]
+    assert dict(found) == pytest.approx({f"l.{i}.q": z[i] for i in range(12)}, rel=1e-4)
+
+
+# --- linear.js ---
+
+
+def test_bins_of_equal_width_keep_every_element(page: Any) -> None:
+    expression = """(() => {
+      const counts = new Map([[0, 5], [1, 10], [2, 30]]);
+      const bounds = new Map([[0, [0, 0]], [1, [0, 1]], [2, [1, 4]]]);
+      return [...m.rebinned(counts, bounds, [0, 4], 8)];
+    })()"""
+    assert run(page, "detail/linear.js", expression) == pytest.approx([10, 5, 5, 5, 5, 5, 5, 5])
+
+
+# --- The full range ---
+
+
+def test_the_full_range_is_the_true_one_however_many_cells_there_are(page: Any) -> None:
+    expression = """(() => {
+      const rows = Array.from({ length: 600 }, () => ({ values: new Float32Array(1000).fill(1), bad: null }));
+      rows[311].values[517] = 15932;
+      rows[7].values[3] = 0.25;
+      const scale = m.makeScale(m.sample(rows, 1000), { log: false, full: true });
+      const robust = m.makeScale(m.sample(rows, 1000), { log: false, full: false });
+      return [scale.from, scale.to, m.sideOf(15932, scale), m.sideOf(15932, robust), m.sideOf(0.25, robust)];
+    })()"""
+    assert run(page, "map/colour.js", expression) == [0.25, 15932, 0, 1, -1]
+
+
 # --- All together ---
 
 DRAWING = """async ([base]) => {

@@ -17,22 +17,10 @@ from tbhooks.data.samples import Group, Sample, Samples
 from tbhooks.distributed import merge
 from tbhooks.distributed.merge import Reader, Writer
 from tests.support import reference
+from tests.support.tensors import SHAPE, assert_same_shape, row_of
 
 ACTIVATION, WEIGHT, GRADIENT = Site("fc", "activation"), Site("fc.weight", "weight"), Site("fc", "gradient", "[0]")
 WEIGHT_GRADIENT = Site("fc.weight", "weight_gradient")
-
-
-def row(array: NDArray[np.float64]) -> NDArray[np.float64]:
-    expected = reference.stats(array)
-    made = stats.empty_rows(1)[0]
-    made[stats.COUNT] = array.size
-    made[stats.ZEROS] = (array == 0).sum()
-    made[stats.NANS], made[stats.INFS] = expected["nan_count"], expected["inf_count"]
-    finite = array[np.isfinite(array)]
-    if finite.size:
-        made[stats.MEAN], made[stats.MIN], made[stats.MAX] = finite.mean(), finite.min(), finite.max()
-        made[stats.M2] = np.square(finite - finite.mean()).sum()
-    return made
 
 
 def table(
@@ -41,7 +29,7 @@ def table(
     usual = [UNSHARDED if site.kind in PARAMETER_KINDS else UNKNOWN_SHARD for site in rows]
     pieces = usual if piece is None else [piece] * len(rows)
     made = StepTable(
-        7, list(rows), np.array([row(array) for array in rows.values()]).reshape(len(rows), stats.WIDTH),
+        7, list(rows), np.array([row_of(array) for array in rows.values()]).reshape(len(rows), stats.WIDTH),
         np.array([reference.bucket_counts(array) for array in rows.values()]).reshape(len(rows), stats.BUCKETS),
         np.array(pieces, np.int64).reshape(-1, 2), group=group,
     )  # fmt: skip
@@ -51,7 +39,8 @@ def table(
 def check(merged: StepTable, site: Site, array: NDArray[np.float64]) -> None:
     i = list(merged.sites).index(site)
     expected = reference.stats(array)
-    for name in ranks.SPREAD_STATS:
+    assert_same_shape(lambda name: float(stats.STATS[name](merged.values[i : i + 1])[0]), expected, rel=1e-9)
+    for name in (name for name in ranks.SPREAD_STATS if name not in SHAPE):
         found = stats.STATS[name](merged.values[i : i + 1])[0]
         scale = 1e-12 * max(1.0, np.nanmax(np.abs(array[np.isfinite(array)]), initial=0.0))
         assert np.isclose(found, expected[name], rtol=1e-9, atol=scale, equal_nan=True), name
@@ -197,7 +186,7 @@ def test_what_does_not_fit_is_left_out_and_told_and_the_length_stays() -> None:
 def test_a_name_that_has_to_wait_for_room_comes_later() -> None:
     first, second = (table({Site(f"{word}{i}", "activation"): np.ones(1) for i in range(12)}) for word in "ab")
     both = table({site: np.ones(1) for site in (*first.sites, *second.sites)})
-    writer, reader = Writer(2900), Reader()
+    writer, reader = Writer(2900 + 24 * 16), Reader()
     found = [len(reader.read(writer.write(each)).sites) for each in (both, both, both)]
     assert found[0] < found[-1] == 24
 

@@ -412,6 +412,37 @@ def logging(rank: int) -> Any:
     return found, *summary(rank, w)
 
 
+class _Doubling(nn.Module):
+    """Names what it computes first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head = nn.Linear(6, 1).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(tbhooks.tap("doubled", x * 2))
+
+
+def tapping(rank: int) -> Any:
+    """A tap, metrics with every kind of merging, and samples, of a step that is merged."""
+    model = _Doubling()
+    w = tbhooks.watch(model, None, 1, ranks="merge")
+    for reduce in ("max", "sum", "mean"):
+        w.metric(reduce, lambda t: t.abs().max(), "(root):doubled", reduce=reduce)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for _ in range(2):
+        x = batch(0, rank)
+        w.samples(x.square().mean(1), [f"rank{rank}-{i}" for i in range(4)], "all", most=3)
+        loss_of(model(x)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    w.flush()
+    frame = w.history[0]
+    reading = frame["(root):doubled", "activation"]
+    return [reading.count, reading.mean, reading.std], dict(frame.scalars), frame.samples.ids, w.stats.errors
+
+
 def dropping(rank: int) -> Any:
     """Rank 1 is out of memory for numbers, and drops every step."""
     if rank == 1:
@@ -724,3 +755,51 @@ def log_means(rank: int) -> list[tuple[dict[int, float], int, tuple[str, ...]]]:
         values = {frame.step: frame.scalars["train/loss"] for frame in kept.frames if "train/loss" in frame.scalars}
         results.append((values, w.stats.errors, w.stats.messages))
     return results
+
+
+def bursts(rank: int) -> Any:
+    """The first rank logs a burst of its own; the steps that both log stay merged."""
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    w = tbhooks.watch(model, "run" if rank == 0 else None, every=4, ranks="merge")
+    for step in range(9):
+        if step == 5:
+            w.burst(2)
+        loss_of(model(batch(step, rank))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        w.flush()
+    found = [(frame.step, frame.scalars.get("train.ranks")) for frame in w.history]
+    w.close()
+    return found, w.stats.errors, w.stats.messages
+
+
+def flights(rank: int, fails: bool) -> Any:
+    """The first rank dumps its flight recorder, and the other answers, or fails with an exception of its own."""
+    import time
+
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    w = tbhooks.watch(model, "run" if rank == 0 else None, every=1000, ranks="merge").flight_recorder(steps=16)
+
+    def train(steps: int) -> None:
+        for step in range(steps):
+            loss_of(model(batch(step, rank))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    train(10)
+    distributed.barrier()
+    if fails and rank == 1:
+        with contextlib.suppress(RuntimeError), w:
+            raise RuntimeError("out of luck")
+    elif rank == 0 and not fails:
+        w.dump("look at this")
+    deadline = time.monotonic() + 40
+    while not fails and time.monotonic() < deadline and not list(Path("run").glob("tbhooks-flights/*.flight")):
+        train(1)
+        time.sleep(0.05)
+    distributed.barrier()
+    w.close()
+    found = [] if rank else [(each.rank, each.reason) for each in tbhooks.runs.read("run").flights]
+    return found, w.stats.errors, w.stats.messages

@@ -27,6 +27,7 @@ OUTLIER = Site("layers.7.up", "activation")
 VANISHED = Site("layers.0.q_proj", "gradient")
 RUNS = ("baseline", "vanishing", "diverged", "outlier")
 NAN_SINCE = 420
+ODD = 437  # the module of the wide run that differs: blocks.54.part5
 COUNTED = 4096
 
 

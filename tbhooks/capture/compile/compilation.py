@@ -40,6 +40,8 @@ class Watching(Protocol):
 
     def detached(self) -> contextlib.AbstractContextManager[None]: ...
 
+    def mark_calls(self) -> None: ...
+
     def on_lost_code(self, code: CodeType, problem: BaseException, had_hooks: bool) -> None: ...
 
     def knows(self, module: nn.Module) -> bool: ...
@@ -86,15 +88,28 @@ def is_unpatched_for(watching: Watching) -> bool:
 
 
 def _compile(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Wraps torch._dynamo.convert_frame._compile."""
+    """Wraps torch._dynamo.convert_frame._compile. Only what the compiler itself raises reaches the user."""
+    frame: _Frame | None = None
+    try:
+        frame = _Frame(wrapped, args, kwargs)
+        return _compile_frame(frame)
+    except Exception as problem:
+        if frame is not None and problem is frame.raised:
+            raise
+        dynamo.note_failure("compiling with hooks", problem)
+    return wrapped(*args, **kwargs)
+
+
+def _compile_frame(frame: _Frame) -> Any:
+    """With the hooks of all watches, or without those that the code cannot be compiled with."""
     watches = list(_watches)
-    frame = _Frame(wrapped, args, kwargs)
     if frame.is_ours:
         return _skip()
     able = [] if frame.is_exported else [watching for watching in watches if frame.code not in watching.lost_in]
     if not able or frame.code is None or not is_patched():
         return _compile_without(frame, watches)
-    before = len(dynamo.traced)
+    before, running = len(dynamo.traced), list(dynamo.running_calls.stack)
+    without_taps = [watching for watching in able if not watching.gate.has_taps]
     reasons = _graph_breaks()
     had_hooks = {watching: watching.gate.was_compiled for watching in watches}
     try:
@@ -110,11 +125,17 @@ def _compile(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs:
             (_with_hooks if traced else _without_hooks).add(frame.code)
             return result
     except Exception as caught:
+        found = [watching for watching in without_taps if watching.gate.has_taps]
+        for watching in found:
+            watching.mark_calls()
+        if found:
+            return _compile_frame(frame)
         traced, problem = dynamo.traced[before:], caught
         if not traced or not _may_be_ours(caught):
             raise
     finally:
         del dynamo.traced[before:]
+        dynamo.running_calls.stack = running
     result = _compile_without(frame, watches)  # raises if it is not because of us
     for watching in able:
         watching.on_lost_code(frame.code, problem, had_hooks[watching])
@@ -156,6 +177,8 @@ class _Frame:
         self.code: CodeType | None = None
         self.locals: dict[str, Any] = {}
         self.is_exported = False
+        self.raised: BaseException | None = None
+        """What the compiler raised at its last call."""
         with contextlib.suppress(TypeError, ValueError):
             given = inspect.signature(wrapped).bind(*args, **kwargs).arguments
             if isinstance(given.get("code"), CodeType) and isinstance(given.get("locals"), dict):
@@ -168,7 +191,12 @@ class _Frame:
         return self.code is not None and self.code.co_filename.startswith(_OURS)
 
     def compile(self) -> Any:
-        return self._wrapped(*self._args, **self._kwargs)
+        self.raised = None
+        try:
+            return self._wrapped(*self._args, **self._kwargs)
+        except BaseException as problem:
+            self.raised = problem
+            raise
 
     def is_of_other_model(self, watches: list[Watching]) -> bool:
         """Whether it is the forward of an unwatched module whose class also occurs in a watched model."""

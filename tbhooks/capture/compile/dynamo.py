@@ -13,6 +13,7 @@ import contextlib
 import importlib.util
 import itertools
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from types import CodeType
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from tbhooks.capture.autograd import call_stack
 from tbhooks.data.patching import after_import
 from tbhooks.data.self_report import logger
+from tbhooks.reduction.metrics import write_ratio
 from tbhooks.reduction.torch_private import look_up, missing
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -42,10 +44,21 @@ class GraphObserver(Protocol):
     def on_graph_begin(self) -> None: ...
 
 
+class GraphHook(Protocol):
+    """The hook of a module, as compiled graphs know it."""
+
+    hook_id: Tensor
+    gate: CompileGate
+
+
+class TapFoundError(Exception):
+    """A tap was compiled, and hooks do not mark yet which module is running: they are attached, and it is repeated."""
+
+
 class CompileGate:
     """The state of a watch that compiled code depends on. There is one graph for each answer: read, and not read."""
 
-    __slots__ = ("_before_first", "evaluation", "open", "step_id", "was_compiled")
+    __slots__ = ("_before_first", "evaluation", "has_taps", "open", "step_id", "was_compiled")
 
     def __init__(self, before_first: Callable[[], None]) -> None:
         self.open = False
@@ -54,6 +67,8 @@ class CompileGate:
         """Whether evaluation passes are read."""
         self.was_compiled = False
         """Whether any hook was compiled. From then on hooks stay attached: compiled code ignores later ones."""
+        self.has_taps = False
+        """Whether a tap was compiled. From then on hooks mark in graphs where forwards of modules begin and end."""
         self.step_id = _host_number(0)
         """The number of the step, as graphs are given it: a late gradient is assigned to its forward by it."""
         self._before_first = before_first
@@ -72,8 +87,18 @@ class CompileGate:
             self._before_first()
         return True
 
+    def compiling_tap(self) -> bool:
+        """Called while a tap is being compiled. Returns whether it may become part of the graph."""
+        if not self.compiling():
+            return False
+        if not self.has_taps:
+            self.has_taps = True
+            raise TapFoundError
+        return True
+
     # torch._dynamo calls a function with this mark while tracing, and keeps its result in the graph.
     compiling._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    compiling_tap._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def may_read(gate: CompileGate | None = None) -> bool:
@@ -120,6 +145,24 @@ def _run_begin(hook_id: Tensor) -> None:
             observer.on_graph_begin()
 
 
+find_running_hook: Callable[[], GraphHook | None] = lambda: None  # noqa: E731
+"""Returns the hook of the module whose forward is running; set by functional/taps.py."""
+
+
+def _run_running_hook(_step_id: Tensor) -> Tensor:
+    with _collect_failures("a tap in compiled code"):
+        hook = find_running_hook()
+        return (NO_HOOK_ID if hook is None else hook.hook_id).clone()
+    return NO_HOOK_ID.clone()
+
+
+def _run_running_step(step_id: Tensor) -> Tensor:
+    with _collect_failures("a tap in compiled code"):
+        hook = find_running_hook()
+        return (step_id if hook is None else hook.gate.step_id).clone()
+    return step_id.clone()
+
+
 failures: list[tuple[str, Exception]] = []
 """Exceptions in compiled code, where it is not known which watch the hook belongs to; every watch reports them."""
 MOST_FAILURES = 20
@@ -130,21 +173,26 @@ def _collect_failures(where: str) -> Iterator[None]:
     try:
         yield
     except Exception as problem:
-        if len(failures) < MOST_FAILURES:
-            failures.append((where, problem))
-            logger.debug("%s", where, exc_info=problem)
+        note_failure(where, problem)
+
+
+def note_failure(where: str, problem: Exception) -> None:
+    """Every watch reports it after its next logged step."""
+    if len(failures) < MOST_FAILURES:
+        failures.append((where, problem))
+        logger.debug("%s", where, exc_info=problem)
 
 
 _library: Any = torch.library.Library("tbhooks", "DEF")  # type: ignore[no-untyped-call]
 
 
-def _define(schema: str, run: Callable[..., None]) -> Any:
+def _define(schema: str, run: Callable[..., Any], fake: Callable[..., Any] = lambda *_: None) -> Any:
     """Defines an operator that compilers keep, keep in order, and never capture into a CUDA graph: it runs Python."""
     name = schema.partition("(")[0]
     unsafe = getattr(torch.Tag, "cudagraph_unsafe", None)
     _library.define(schema, tags=() if unsafe is None else (unsafe,))
     _library.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"tbhooks::{name}", lambda *_: None, lib=_library)
+    torch.library.register_fake(f"tbhooks::{name}", fake, lib=_library)
     operator = getattr(torch.ops.tbhooks, name).default
     _keep_in_order(operator)
     return operator
@@ -171,6 +219,10 @@ _observe = _define(
 """Calls the observer with a tensor."""
 begin = _define("begin(Tensor hook_id) -> ()", _run_begin)
 """Calls the observer when a forward of the whole model begins."""
+_running_hook = _define("running_hook(Tensor step_id) -> Tensor", _run_running_hook, torch.empty_like)
+_running_step = _define("running_step(Tensor step_id) -> Tensor", _run_running_step, torch.empty_like)
+"""The id of the hook of the module that called the graph, and the number of its step. The argument keeps compilers from
+computing them once and for all."""
 
 
 _SLOWER = "hooks may be compiled on their own, which takes time and changes nothing"
@@ -229,6 +281,7 @@ def observe(tensor: Tensor, kind: str, index: str, wants_gradient: bool, hook_id
     torch._dynamo keeps the call as one node. Its body is traced later, by AOTAutograd, where tensors take hooks again.
     """
     with _collect_failures("a hook in compiled code"):
+        gradient_kind = kind.replace("activation", "gradient", 1)
         comes = NO_GRADIENT
         if wants_gradient and tensor.requires_grad and not tensor.is_leaf:  # a leaf and its hook outlive the graph
             comes = LOST_GRADIENT if _backward_is_compiled() else GRADIENT_COMES
@@ -236,7 +289,7 @@ def observe(tensor: Tensor, kind: str, index: str, wants_gradient: bool, hook_id
         if comes == GRADIENT_COMES:
 
             def on_gradient(gradient: Tensor | None) -> None:  # None if only other outputs of the operation are used
-                _observe(gradient, "gradient", index, NO_GRADIENT, hook_id, step_id)
+                _observe(gradient, gradient_kind, index, NO_GRADIENT, hook_id, step_id)
 
             tensor.register_hook(on_gradient)  # type: ignore[no-untyped-call]
 
@@ -247,8 +300,50 @@ def _backward_is_compiled() -> bool:
     return bool(getattr(autograd, "compiled_autograd_enabled", False))
 
 
+def observe_pair(given: Tensor, output: Tensor, index: str, hook_id: Tensor, step_id: Tensor) -> None:
+    """Adds to the graph the ratio of what a module changes of its first input, and an operator that observes it."""
+    with _collect_failures("a hook in compiled code"), torch.no_grad():
+        if output.is_floating_point():
+            with torch.autocast(output.device.type, enabled=False):
+                ratio = write_ratio(given.detach(), output.detach())
+            _observe(ratio, "write_ratio", index, NO_GRADIENT, hook_id, step_id)
+
+
+class _RunningCalls(threading.local):
+    """The modules whose forward is being traced, or run by a backend that does not trace: hook id, step id, is read."""
+
+    def __init__(self) -> None:
+        self.stack: list[tuple[Tensor, Tensor, bool]] = []
+
+
+running_calls = _RunningCalls()
+
+
+def enter_module(hook_id: Tensor, step_id: Tensor, is_read: bool) -> None:
+    """The forward of a module begins. A node of the graph, of which AOTAutograd leaves nothing."""
+    running_calls.stack.append((hook_id, step_id, is_read))
+
+
+def leave_module(_hook_id: Tensor) -> None:
+    """It has ended."""
+    if running_calls.stack:
+        running_calls.stack.pop()
+
+
+def observe_tap(tensor: Tensor, name: str, index: str, step_id: Tensor) -> None:
+    """Adds operators for a tapped tensor and its gradient to the graph, for the module whose forward is running."""
+    with _collect_failures("a tap in compiled code"):
+        if running_calls.stack:
+            hook_id, step_id, is_read = running_calls.stack[-1]
+        else:  # the module that has called the graph
+            hook_id, step_id, is_read = _running_hook(step_id), _running_step(step_id), True
+        if is_read:
+            observe(tensor, f"activation:{name}", index, True, hook_id, step_id)
+
+
 def _keep_as_one_node(dynamo: Any) -> None:
-    dynamo.allow_in_graph(observe)
+    for function in (observe, observe_pair, observe_tap, enter_module, leave_module):
+        dynamo.allow_in_graph(function)
 
 
 after_import(_keep_as_one_node, "torch._dynamo")

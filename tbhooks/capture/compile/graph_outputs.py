@@ -13,6 +13,7 @@ from tbhooks.capture.hooks.outputs import OutputReader, record_tensor
 from tbhooks.capture.hooks.passes import Pass
 from tbhooks.capture.hooks.step_context import StepContext
 from tbhooks.capture.recorder import NO_SITE, Recorder
+from tbhooks.capture.scalars.metrics import PAIR
 from tbhooks.data.frame import ROOT, Site
 from tbhooks.data.self_report import Report
 
@@ -61,6 +62,9 @@ class GraphReader:
         step, recorder = self._step, self._step.recorder
         is_provisional = step.is_provisional(forward)
         if recorder.overflowed:
+            return
+        recorder.read_metrics(kind, hook.path, index, tensor, forward)
+        if kind == PAIR:
             return
         record_tensor(recorder, _site(recorder, hook, kind, index), tensor, self._report, forward)
         if not is_provisional and (hook.collects_inputs if kind == "input" else hook.collects_outputs):

@@ -59,6 +59,13 @@ class HasHooks(Protocol):
 
 
 @runtime_checkable
+class ReadsPairs(Protocol):
+    """A collector that wants the first input of a module together with its output."""
+
+    def wants_pairs(self, path: str) -> bool: ...
+
+
+@runtime_checkable
 class SeparatesForwards(Protocol):
     """A collector that keeps the tensors of each forward apart, so that those of unused ones can be left out."""
 
@@ -138,6 +145,9 @@ class Collectors:
 
     def wants_inputs(self, path: str, module: nn.Module) -> bool:
         return any(self._each(lambda collector: collector.wants_inputs(path, module)))
+
+    def wants_pairs(self, path: str) -> bool:
+        return any(self._each(lambda collector: isinstance(collector, ReadsPairs) and collector.wants_pairs(path)))
 
     def begin(self) -> None:
         if not all(map(self._failing.may_try, self._all)):  # one that failed last time has to be asked what it wants

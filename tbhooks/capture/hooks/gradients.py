@@ -63,9 +63,14 @@ class GradientReader:
                     return
                 with without_dispatch_modes():
                     span = recorder.record(first, gradient, context.scale, context.running)
+                if recorder.metrics is not None:
+                    for site in map(recorder.sites.__getitem__, hook.sites):
+                        recorder.read_metrics(
+                            "gradient", site.path, site.index, gradient, context.running, context.scale
+                        )
                 if span is not None:
-                    for site in others:
-                        recorder.share(site, span, context.running)
+                    for other in others:
+                        recorder.share(other, span, context.running)
         except Exception as problem:
             hook.failure = f"its gradient hook failed: {describe_exception(problem)}"
             report.error("gradient hook", problem)

@@ -41,7 +41,7 @@ class HookObserver(Protocol):
 
     def on_forward_end(self, output: object) -> None: ...
 
-    def on_output(self, hook: ForwardHook, output: object) -> None: ...
+    def on_output(self, hook: ForwardHook, output: object, args: tuple[Any, ...] = ()) -> None: ...
 
     def on_call(self, hook: ForwardHook) -> None: ...
 
@@ -50,6 +50,10 @@ class HookObserver(Protocol):
     def on_graph_tensor(
         self, hook: ForwardHook, tensor: Tensor, kind: str, index: str, gradient: str, step_id: int
     ) -> None: ...
+
+    def on_tap(self, module: nn.Module, name: str, value: object) -> bool: ...
+
+    def hook_of(self, module: nn.Module) -> dynamo.GraphHook | None: ...
 
     def number(self, site: Site) -> int: ...
 
@@ -73,6 +77,7 @@ class ForwardHook(UnpicklableHook):
         "reads_inputs",
         "reads_operations",
         "reads_outputs",
+        "reads_pairs",
         "sites",
     )  # fmt: skip
 
@@ -89,6 +94,8 @@ class ForwardHook(UnpicklableHook):
         self.reads_operations = chosen and "functional" in wanted
         # Set when it is attached: whether a collector wants its tensors.
         self.collects_outputs = self.collects_inputs = False
+        # And whether a metric wants its first input together with its output.
+        self.reads_pairs = False
         self.has_units = isinstance(module, RECTIFIERS)
         # Weight gradients are read when a backward pass through its output ends. A forward that no backward pass goes
         # through is not part of the step.
@@ -115,11 +122,18 @@ class ForwardHook(UnpicklableHook):
                 wants_gradient = self.reads_gradients or self.ends_backward
                 for index, tensor in tensor_tree.tensors(output):
                     dynamo.observe(tensor, "activation", index, wants_gradient, self.hook_id, self.gate.step_id)
+                if self.reads_pairs:
+                    self._observe_pair(args, output)
         elif self.broken:
             self.observer.on_call(self)
         else:
             with profiler_label("activation"):
-                self.observer.on_output(self, output)
+                self.observer.on_output(self, output, args)
+
+    def _observe_pair(self, args: Any, output: Any) -> None:
+        found = tensor_tree.tensors(output)
+        if args and found and isinstance(args[0], Tensor) and args[0].shape == found[0][1].shape:
+            dynamo.observe_pair(args[0], found[0][1], found[0][0], self.hook_id, self.gate.step_id)
 
     def site_numbers(self, index: str) -> tuple[int, int]:
         """The site numbers of this output's activation and of its gradient."""
@@ -240,6 +254,29 @@ class LeaveHook(UnpicklableHook):
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if not torch.compiler.is_compiling() and not in_backward():
             self.functional.leave_module(self.path)
+
+
+class MarkHook(UnpicklableHook):
+    """Marks in a graph that is being compiled where the forward of a module begins or ends, for taps in it."""
+
+    __slots__ = ("begins", "hook")
+
+    def __init__(self, hook: ForwardHook, begins: bool) -> None:
+        self.hook, self.begins = hook, begins
+
+    @property
+    def observer(self) -> HookObserver:
+        return self.hook.observer
+
+    @dynamo_skip
+    def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
+        gate = self.hook.gate
+        if torch.compiler.is_compiling() and (gate.open or gate.evaluation) and gate.compiling():
+            if self.begins:
+                is_read = gate.open or not module.training
+                dynamo.enter_module(self.hook.hook_id, gate.step_id, is_read)
+            else:
+                dynamo.leave_module(self.hook.hook_id)
 
 
 class BeginHook(UnpicklableHook):

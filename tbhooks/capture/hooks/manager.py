@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tbhooks.capture import selection
 from tbhooks.capture.compile import compilation, dynamo
+from tbhooks.capture.functional import taps
 from tbhooks.capture.functional.function_mode import FunctionalObserver
 from tbhooks.capture.hooks.collectors import Collectors
 from tbhooks.capture.hooks.hook_types import (  # fmt: skip
@@ -28,6 +29,7 @@ from tbhooks.capture.hooks.hook_types import (  # fmt: skip
     HookObserver,
     InputHook,
     LeaveHook,
+    MarkHook,
     ReturnHook,
 )
 from tbhooks.capture.hooks.unpicklable import COPIES_WITHOUT_HOOKS
@@ -57,6 +59,8 @@ class HookManager:
     ) -> None:  # fmt: skip
         self.hooks: dict[str, ForwardHook] = {}
         """By path; they are kept while they are detached."""
+        self._taps: dict[str, ForwardHook] = {}
+        self._paths: dict[int, str] | None = None
         self.aliases: dict[str, str] = {}
         """Further names of shared modules."""
         self.is_attached = False
@@ -93,6 +97,7 @@ class HookManager:
         model = self._model()
         COPIES_WITHOUT_HOOKS.acquire(self)
         compilation.begin(self)
+        taps.begin(self._observer)
         with self._report.guarded("looking for compiled code"):
             if model is not None and compilation.forget_unhooked(model):
                 message = "the model ran compiled before watch(): it is compiled again, with hooks"
@@ -100,6 +105,7 @@ class HookManager:
 
     def stop(self) -> None:
         compilation.end(self)
+        taps.end(self._observer)
         COPIES_WITHOUT_HOOKS.release(self)
 
     def attach(self) -> None:
@@ -112,7 +118,7 @@ class HookManager:
         if model is None:
             return
         modules = selection.walk(model)
-        self.aliases = modules.aliases
+        self.aliases, self._paths = modules.aliases, None
         wanted = self._modules_to_hook(modules.by_path)
         # Changed hooks would cause a recompile, so compiled ones stay as they are.
         is_current = self._subscription_version == self._collectors.subscription_version or self.gate.was_compiled
@@ -120,6 +126,7 @@ class HookManager:
             self._collectors.attach(modules.by_path)
             return
         self.detach()
+        taps.begin(self._observer)
         COPIES_WITHOUT_HOOKS.acquire(self)
         if not all(path in wanted and self._has(path, wanted[path]) for path in self.hooks):
             self.sweep()
@@ -133,6 +140,7 @@ class HookManager:
             if self._collectors:
                 hooks[path].collects_outputs = self._collectors.wants(path, module)
                 hooks[path].collects_inputs = self._collectors.wants_inputs(path, module)
+                hooks[path].reads_pairs = self._collectors.wants_pairs(path)
             self._handles += self._register(hooks[path], module)
         self.hooks = hooks
         self.is_attached = bool(hooks)
@@ -142,6 +150,39 @@ class HookManager:
             self._functional.is_enabled = True
         self._subscription_version = self._collectors.subscription_version
         self._collectors.attach(modules.by_path)
+
+    # Taps.
+
+    def hook_of(self, module: nn.Module) -> ForwardHook | None:
+        """The hook of a module; None if the module is not part of the model, or is not watched."""
+        return self.hooks.get(self.path_of(module) or "")
+
+    def path_of(self, module: nn.Module) -> str | None:
+        """The path of a module; None if it is not part of the model."""
+        if self._paths is None:
+            model = self._model()
+            by_path = {} if model is None else selection.walk(model).by_path
+            self._paths = {id(own): path for path, own in by_path.items()}
+        return self._paths.get(id(module))
+
+    def tap_hook(self, path: str, name: str) -> ForwardHook | None:
+        """The hook of a tap, which is registered nowhere; None if its module is not watched."""
+        owner, tapped = self.hooks.get(path), f"{path}:{name}"
+        module = None if owner is None else owner.module()
+        if owner is None or module is None or not owner.reads:
+            return None
+        if tapped not in self._taps:
+            hook = self._taps[tapped] = ForwardHook(self._observer, tapped, module, self._wanted, chosen=True)
+            hook.has_units = False
+        return self._taps[tapped]
+
+    def mark_calls(self) -> None:
+        """A tap was compiled: from now on hooks mark in graphs which module is running."""
+        with self._report.guarded("attaching hooks for taps"):
+            was_attached = self.is_attached
+            self.detach()
+            if was_attached:
+                self.attach()
 
     def reattach(self) -> None:
         """To be called when collectors want other modules than before."""
@@ -159,6 +200,7 @@ class HookManager:
             if module is not None:
                 hook.collects_outputs = self._collectors.wants(path, module)
                 hook.collects_inputs = self._collectors.wants_inputs(path, module)
+                hook.reads_pairs = self._collectors.wants_pairs(path)
 
     def detach(self) -> None:
         """Leaves no hook on any module."""
@@ -272,13 +314,14 @@ class HookManager:
     def _is_mine(self, hook: object) -> bool:
         if isinstance(hook, EnterHook | LeaveHook):
             return hook.functional is self._functional
-        return isinstance(hook, ForwardHook | InputHook | BeginHook | EndHook) and hook.observer is self._observer
+        own = ForwardHook | InputHook | MarkHook | BeginHook | EndHook
+        return isinstance(hook, own) and hook.observer is self._observer
 
     def _has(self, path: str, module: nn.Module) -> bool:
         return path in self.hooks and self.hooks[path].module() is module
 
     def _modules_to_hook(self, modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
-        if "functional" in self._wanted:
+        if "functional" in self._wanted or self.gate.has_taps:
             chosen = modules
         else:
             chosen = {} if self._wanted.isdisjoint(_OF_MODULES) else self._selector.choose(modules)
@@ -303,12 +346,16 @@ class HookManager:
             yield module.register_forward_pre_hook(BeginHook(self._observer))
         if hook.reads_inputs or hook.collects_inputs:
             yield _hook_begin(module, InputHook(hook))
+        if self.gate.has_taps:
+            yield module.register_forward_pre_hook(MarkHook(hook, begins=True))
         if self._functional is not None:
             yield module.register_forward_pre_hook(EnterHook(self._functional, hook))
         dynamo.stays_uncompiled(type(module).forward)
         if hook.reads or hook.ends_backward or hook.collects_outputs:
             # What register_forward_hook does, without a handle.
             module._forward_hooks[self._key] = hook
+        if self.gate.has_taps:
+            yield module.register_forward_hook(MarkHook(hook, begins=False))
         if self._functional is not None:
             yield _hook_end(module, LeaveHook(self._functional, hook.path))
         if hook.path == ROOT:

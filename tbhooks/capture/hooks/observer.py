@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from tbhooks.capture import selection
-from tbhooks.capture.autograd import in_backward, is_traced, without_dispatch_modes
+from tbhooks.capture.autograd import in_backward, is_traced, profiler_label, without_dispatch_modes
 from tbhooks.capture.compile.dynamo import CompileGate
 from tbhooks.capture.compile.graph_outputs import GraphReader
 from tbhooks.capture.functional.function_mode import FunctionalObserver
@@ -221,7 +221,7 @@ class Observer:
 
     # What the hooks call.
 
-    def on_output(self, hook: ForwardHook, output: object) -> None:
+    def on_output(self, hook: ForwardHook, output: object, args: tuple[Any, ...] = ()) -> None:
         if is_traced():
             return
         report, step = self._report, self._step
@@ -237,7 +237,7 @@ class Observer:
                     self._outputs.read_evaluation(recorder, hook, output)
                 if step.context is not None and (recorder is self._recorder or provisional is not None):
                     forward = step.passes.note(provisional or step.passes.current())
-                    if self._outputs.read_output(step.context, forward, hook, output):
+                    if self._outputs.read_output(step.context, forward, hook, output, args):
                         self.placement.come_last(hook)  # parallelize_module registers its hooks after ours
         except Exception as problem:
             self._on_failure(hook, problem)
@@ -289,8 +289,28 @@ class Observer:
     def on_graph_tensor(
         self, hook: ForwardHook, tensor: Tensor, kind: str, index: str, gradient: str, step_id: int
     ) -> None:  # fmt: skip
-        with self._report.guarded(f"compiled hook on {hook.path}"):
-            self._graphs.on_tensor(hook, tensor, kind, index, gradient, step_id)
+        kind, _, tapped = kind.partition(":")
+        reader = self.placement.tap_hook(hook.path, tapped) if tapped else hook
+        if reader is not None and not reader.broken:
+            with self._report.guarded(f"compiled hook on {reader.path}"):
+                self._graphs.on_tensor(reader, tensor, kind, index, gradient, step_id)
+
+    def on_tap(self, module: nn.Module, name: str, value: object) -> bool:
+        """A forward of this module has named a value. Returns whether the module is part of the model."""
+        with self._report.guarded(f"tap {name!r}"):
+            path = self.placement.path_of(module)
+            hook = None if path is None else self.placement.tap_hook(path, str(name))
+            if hook is not None and hook.broken:
+                self.on_call(hook)
+            elif hook is not None:
+                with profiler_label("tap"):
+                    self.on_output(hook, value)
+            return path is not None
+        return False
+
+    def hook_of(self, module: nn.Module) -> ForwardHook | None:
+        """The hook of a module; None if the module is not watched."""
+        return self.placement.hook_of(module)
 
     def _collect_inside(self, path: str, kind: str, index: str, tensor: Tensor) -> None:
         self.collectors.on_tensor(path, kind, index, tensor, self._step.passes.current())

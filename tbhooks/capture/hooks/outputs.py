@@ -20,6 +20,7 @@ from tbhooks.capture.hooks.passes import Pass
 from tbhooks.capture.hooks.step_context import StepContext
 from tbhooks.capture.packed_step import Span
 from tbhooks.capture.recorder import NO_SITE, Recorder
+from tbhooks.capture.scalars.metrics import PAIR, compared
 from tbhooks.data.frame import Site
 from tbhooks.data.self_report import Report
 from tbhooks.reduction.torch_rows import describe, has_no_data, is_ordinary
@@ -38,8 +39,10 @@ class OutputReader:
             site = recorder.number(Site(hook.path, "activation", index))
             record_tensor(recorder, site, tensor, self._report, self._step.passes.current())
 
-    def read_output(self, context: StepContext, forward: Pass, hook: ForwardHook, output: object) -> bool:
-        """Returns whether there is a DTensor in the output."""
+    def read_output(
+        self, context: StepContext, forward: Pass, hook: ForwardHook, output: object, args: tuple[Any, ...] = ()
+    ) -> bool:
+        """Returns whether there is a DTensor in the output. `args` are the arguments of the module."""
         (forward.paths if self._step.is_provisional(forward) else context.called).add(hook.path)
         found = tensor_tree.tensors(output)
         if not found:
@@ -47,6 +50,8 @@ class OutputReader:
         is_hidden = self._step.gate.was_compiled and dynamo.with_gradients_inside(found)
         for index, tensor in found:
             self._read_tensor(context, forward, hook, index, tensor, is_hidden)
+        if self._step.recorder.metrics is not None and not in_backward():
+            self._read_metrics(forward, hook, found, args)
         return any(sharded_tensors.is_dtensor(tensor) for _, tensor in found)
 
     def _read_tensor(
@@ -81,6 +86,19 @@ class OutputReader:
                 gradient_hook.sites.append(gradient)
         context.cache(tensor, span, gradient_hook)
 
+    def _read_metrics(
+        self, forward: Pass, hook: ForwardHook, found: list[tuple[str, Tensor]], args: tuple[Any, ...]
+    ) -> None:  # fmt: skip
+        recorder = self._step.recorder
+        for index, tensor in found:
+            recorder.read_metrics("activation", hook.path, index, tensor, forward)
+        if hook.reads_pairs and args and found:
+            (index, output), given = found[0], args[0]
+            # A module that returns its input has changed it in place: what it was before is gone.
+            is_pair = isinstance(given, Tensor) and given is not output and given.shape == output.shape
+            if is_pair and output.is_floating_point() and not has_no_data(output):
+                recorder.read_metrics(PAIR, hook.path, index, compared(given, output), forward)
+
     def _collect_output(self, hook: ForwardHook, index: str, tensor: Tensor, forward: Pass) -> None:
         local = sharded_tensors.local_tensor(tensor) if hook.has_units and hook.reads_outputs else None
         if local is not None:
@@ -103,6 +121,7 @@ class OutputReader:
                 if hook.reads_inputs:
                     site = recorder.number(Site(hook.path, "input", index))
                     record_tensor(recorder, site, tensor, self._report, forward)
+                recorder.read_metrics("input", hook.path, index, tensor, forward)
                 if hook.collects_inputs and recorder is self._step.recorder:
                     self.collect(hook.path, "input", index, tensor, forward)
 

@@ -186,7 +186,8 @@ class _AttachedCall:
         return groups, [str(int(one)) if labels is not None else names[int(one)] for one in of_worst]
 
 
-Subscriber = Callable[[WorstSamples], None]
+Subscriber = Callable[[WorstSamples, int], None]
+"""Called with the largest values of a call, and the number of the step they belong to."""
 
 
 class StepSamples:
@@ -230,7 +231,7 @@ class StepSamples:
             worst, sums = reduce_call(call, self._values)
             self._calls, self._values = self._calls + 1, self._values + call.values.numel()
             for subscriber in self._subscribers:
-                subscriber(worst)
+                subscriber(worst, owner.number)
             if owner.is_logged and self._calls <= MOST_CALLS:
                 self._record(call, worst, sums, owner, is_late)
         if self._calls > MOST_CALLS:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from tbhooks.capture.flight.recorder import FlightRecorder
 from tbhooks.capture.hooks.forward_event import ForwardEvent
 from tbhooks.capture.hooks.observer import Observer
 from tbhooks.capture.packed_step import PackedStep
@@ -34,7 +35,7 @@ class StepScalars:
 
     def __init__(
         self, model: weakref.ref[nn.Module], recorder: Recorder, observer: Observer, groups: GroupNumbers,
-        forwards: ForwardEvent, context: RankContext, submit: Callable[[PackedStep], None],
+        forwards: ForwardEvent, flight: FlightRecorder, context: RankContext, submit: Callable[[PackedStep], None],
     ) -> None:  # fmt: skip
         self.means = MeansWriter(model, observer, context, submit)
         self.metrics = TrainingMetrics(model, groups, forwards)
@@ -42,6 +43,7 @@ class StepScalars:
         """Whether the user has ever logged a scalar."""
         self._recorder = recorder
         self._observer = observer
+        self._flight = flight
         self._rank, self._is_merged = context.rank, context.rank_group is not None
         self._submit = submit
         self._logged_after_step: set[str] = set()
@@ -54,7 +56,11 @@ class StepScalars:
         """Logs a scalar; `step` is the open step, `ended` the one before it if it still takes late scalars."""
         if self._observer.graph_capture.is_running():
             return
-        if self.means.every is not None:
+        has_means = self.means.every is not None
+        if self._flight.is_on and not step.was_skipped:
+            is_late = ended is not None and (ended.is_logged or has_means or tag in self._logged_after_step)
+            self._flight.scalar(tag, value, step.number, is_late)
+        if has_means:
             self.means.add(tag, value)
             return
         self.is_used = True

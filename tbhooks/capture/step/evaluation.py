@@ -19,19 +19,28 @@ KINDS = ("activation", "input", "functional")
 
 
 class Evaluation:
-    """Reads one evaluation at a time into a recorder of its own. The next training forward submits it."""
+    """Reads one evaluation at a time into a recorder of its own. The next training forward submits it.
+
+    Does nothing until it is enabled.
+    """
 
     def __init__(
         self, observer: Observer, forwards: ForwardEvent, kinds: Iterable[str], with_buckets: bool,
         submit: Callable[[Recorder], None], report: Report,
     ) -> None:  # fmt: skip
-        self._observer = observer
+        self._observer, self._forwards = observer, forwards
+        self._is_enabled = False
         self._submit = submit
         self._report = report
         self._recorder = Recorder([kind for kind in kinds if kind in KINDS], EVALUATION)
         self._recorder.begin(with_buckets)
-        observer.read_evaluations(self._recorder)
-        forwards.subscribe(self._forward_begins, in_graph=True)
+
+    def enable(self) -> None:
+        """From now on evaluation passes are recorded, separately from training."""
+        if not self._is_enabled:
+            self._is_enabled = True
+            self._observer.read_evaluations(self._recorder)
+            self._forwards.subscribe(self._forward_begins, in_graph=True)
 
     def finish(self) -> None:
         """Submits everything that was read since the last training forward."""

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from tbhooks.capture import tensor_tree
 from tbhooks.capture.compile.dynamo import dynamo_disable
+from tbhooks.capture.flight.recorder import FlightRecorder
 from tbhooks.capture.hooks.observer import Observer
 from tbhooks.capture.recorder import Recorder
 from tbhooks.capture.step.clock import Clock
@@ -77,7 +78,8 @@ class ScalerReader:
     """Records the loss scale and the skipped steps of one model."""
 
     def __init__(
-        self, observer: Observer, clock: Clock, recorder: Recorder, unscaled: Callable[[Optimizer], None],
+        self, observer: Observer, clock: Clock, recorder: Recorder, flight: FlightRecorder,
+        unscaled: Callable[[Optimizer], None],
         step_skipped: Callable[[Optimizer], None], report: Report,
     ) -> None:  # fmt: skip
         self._unscaled = unscaled  # called when the gradients of an optimizer have been divided by the scale
@@ -85,6 +87,7 @@ class ScalerReader:
         self._observer = observer
         self._clock = clock
         self._recorder = recorder
+        self._flight = flight
         self._report = report
         self._is_used = False
         self._skipped = 0
@@ -122,6 +125,8 @@ class ScalerReader:
     def scaler_steps(self, optimizer: Optimizer, scale: Tensor) -> None:
         with self._report.guarded("reading a loss scale"):
             self._steps_before = self._clock.optimizer_steps
+            if self._flight.is_on and self._clock.owns(optimizer):
+                self._flight.on_scale(scale, self._clock.count)
             if self._observer.seen is not None and self._clock.owns(optimizer):
                 self._is_used = True
                 self._recorder.scalar(SCALE, scale)

@@ -257,6 +257,8 @@ class ParameterReader:
         parameter, site = self._weight(key), self._site(key, "weight")
         is_unread = key not in self._read and site != NO_SITE
         self._read.add(key)
+        if is_unread:
+            self._recorder.read_metrics("weight", self._paths[key], "", parameter, None)
         if is_unread and can_be_one_of_many(parameter):
             slot = self._snapshots.slot(key, parameter) if copies else NULL
             batch.by_kernel.append((site, parameter, slot or NULL, NULL))
@@ -298,6 +300,7 @@ class ParameterReader:
             self._report.mark_seen(name)
         self._read_gradients.add(key)
         local = sharded_tensors.local_tensor(gradient)
+        self._recorder.read_metrics("weight_gradient", self._paths[key], "", gradient, None, scale)
         if local is None:
             self._report.mark_unseen(name, describe(gradient))
         elif scale is None and can_be_one_of_many(local):

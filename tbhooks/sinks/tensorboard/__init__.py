@@ -16,8 +16,10 @@ from tensorboard.compat.proto import summary_pb2
 from tensorboard.summary.writer import record_writer
 
 from tbhooks.data.frame import Frame, Site
+from tbhooks.data.self_report import logger
 from tbhooks.sinks.flush_hooks import call_before
 from tbhooks.sinks.scalar_selection import indices_of, shown_scalars
+from tbhooks.sinks.scalar_summaries import MOST_TAGS
 from tbhooks.sinks.tensorboard import artifacts, protobuf, samples
 from tbhooks.sinks.tensorboard.event_files import event_file
 from tbhooks.sinks.tensorboard.event_writer import fast_crc, sender
@@ -71,6 +73,7 @@ class TensorBoardSink:
         self._templates = _Recent(Template)
         self._findings = FindingWriter()
         self._unhook: Callable[[], None] | None = None
+        self._has_said_summaries = False
 
     @property
     def destination(self) -> str:
@@ -136,6 +139,7 @@ class TensorBoardSink:
         """The frame's summary: scalars and histograms encoded as bytes, the rest by protobuf."""
         plan, rest = self._plans[frame.sites], summary_pb2.Summary()
         plan.add_tensors(frame, rest)
+        plan.scalars.add_extremes(frame, rest)
         self._findings.add(frame.findings, rest)
         samples.add(frame.samples, rest)
         if frame.artifacts:
@@ -147,7 +151,14 @@ class TensorBoardSink:
         return b"".join(parts)
 
     def _plan(self, sites: tuple[Site, ...]) -> _Plan:
-        return _Plan(sites, SiteScalars(sites, self._scalars), self._layouts)
+        plan = _Plan(sites, SiteScalars(sites, self._scalars), self._layouts)
+        if plan.scalars.are_summaries and not self._has_said_summaries:
+            self._has_said_summaries = True
+            logger.info(
+                "more than %d scalars of single layers: TensorBoard gets summaries by kind and by role instead; the "
+                'TBHOOKS tab has every layer. scalars="core" writes them all', MOST_TAGS,
+            )  # fmt: skip
+        return plan
 
 
 class _Plan:
@@ -155,7 +166,7 @@ class _Plan:
 
     def __init__(self, sites: tuple[Site, ...], scalars: SiteScalars, layouts: dict[str, Layout]) -> None:
         self.scalars = scalars
-        self.histograms = SiteHistograms(sites)
+        self.histograms = SiteHistograms(() if scalars.are_summaries else sites)
         self._kinds = []
         for kind in dict.fromkeys(site.kind for site in sites):
             rows = [i for i, site in enumerate(sites) if site.kind == kind]

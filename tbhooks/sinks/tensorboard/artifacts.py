@@ -11,8 +11,19 @@ from typing import Any, NamedTuple
 from tensorboard.compat.proto import summary_pb2
 from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 
-from tbhooks.data.artifacts import Artifact, Channels, Embedding, Graph, Hyperparameters, Picture, RunEnded, Text
-from tbhooks.sinks.tensorboard import embeddings, frame_tensors, graphs, images
+from tbhooks.data.artifacts import (
+    Artifact,
+    Channels,
+    Embedding,
+    FlightsLeftOut,
+    Graph,
+    Hyperparameters,
+    Picture,
+    RunEnded,
+    Text,
+)
+from tbhooks.data.flights import Flight
+from tbhooks.sinks.tensorboard import embeddings, flights, frame_tensors, graphs, images
 from tbhooks.sinks.tensorboard.frame_tensors import Layout
 from tbhooks.sinks.tensorboard.protobuf import plugin_metadata, strings, utf8
 
@@ -79,6 +90,8 @@ WRITERS: dict[type, Write] = {
     Embedding: embeddings.write,
     Hyperparameters: write_start,
     RunEnded: write_end,
+    Flight: flights.write,
+    FlightsLeftOut: flights.write_left_out,
 }
 
 

@@ -48,7 +48,7 @@ def markdown(finding: Finding) -> str:
 
 
 def plain_text(text: str) -> str:
-    """A text that TensorBoard shows as it is."""
+    """A text that TensorBoard shows as it is, and does not interpret as markdown."""
     # HTML entities are made last: a backslash before "&lt;" would be visible.
     return html.escape(_MARKDOWN.sub(r"\\\1", _CONTROL.sub(" ", text)), quote=False)
 

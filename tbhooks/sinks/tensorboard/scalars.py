@@ -14,8 +14,11 @@ from tensorboard.compat.proto import summary_pb2
 
 from tbhooks.data.frame import Frame, Site
 from tbhooks.data.stats import Floats
-from tbhooks.sinks.scalar_selection import ScalarTable, nonfinite_counts, scalar_table, selected
+from tbhooks.sinks.scalar_selection import ScalarTable, is_summarised, nonfinite_counts, scalar_table, selected
+from tbhooks.sinks.scalar_summaries import Summaries
 from tbhooks.sinks.tensorboard import protobuf
+
+EXTREMES_TAG = "summary/which layer/text_summary"
 
 __all__ = ["SiteScalars", "Template", "scalar_table"]
 
@@ -47,7 +50,17 @@ class SiteScalars:
 
     def __init__(self, sites: Sequence[Site], table: ScalarTable) -> None:
         self._selected, self._nonfinite = selected(sites, table), nonfinite_counts(sites, table)
+        self.are_summaries = is_summarised(sites, table)
+        """Whether there is no scalar and no histogram of single layers."""
         self._templates = Template(self._selected.tags), Template(self._nonfinite.tags)
+
+    def add_extremes(self, frame: Frame, summary: summary_pb2.Summary) -> None:
+        """Adds which layer has the least and the most of each statistic as a text, where there are summaries."""
+        if isinstance(self._selected, Summaries):
+            text = self._selected.extremes(frame).encode(errors="replace")
+            summary.value.add(
+                tag=EXTREMES_TAG, tensor=protobuf.strings([text]), metadata=protobuf.plugin_metadata("text")
+            )
 
     def encode(self, frame: Frame) -> bytes:
         values, counts = self._selected.read(frame), self._nonfinite.read(frame)

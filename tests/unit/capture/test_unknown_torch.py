@@ -117,6 +117,29 @@ def test_a_compiler_that_cannot_be_guarded_gets_no_hooks_in_its_graphs(monkeypat
     assert_lost_and_said(trial.watches[0], "not known")
 
 
+def fails(*_: Any, **__: Any) -> Any:
+    raise LookupError("this torch does not have it")
+
+
+@pytest.mark.parametrize(
+    "part", ["_graph_breaks", "_broken_by_us", "_config", "_hooks_wanted", "_Frame.is_ours", "_Frame.__init__"]
+)
+def test_whatever_of_ours_fails_around_the_compiler_the_user_gets_compiled_code(
+    part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bare = Trial(lambda trial: train(trial, True), compiled=True, is_watched=False)
+    monkeypatch.setattr(dynamo, "failures", [])
+    broken = property(fails) if part == "_Frame.is_ours" else fails
+    monkeypatch.setattr(f"{compilation.__name__}.{part}", broken)
+    trial = Trial(lambda trial: train(trial, True), compiled=True, is_watched=True)
+    assert trial.left == bare.left
+    assert not trial.breaks
+    assert trial.watches[0].stats.errors > 0
+    said = [message for message in trial.watches[0].stats.messages if "LookupError" in message]
+    assert any("compiling" in message and "with hooks" in message for message in said), trial.watches[0].stats
+    assert [frame.step for frame in trial.watches[0].history] == [0, 2]
+
+
 def test_what_fails_inside_compiled_code_is_counted_and_training_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     bare = Trial(lambda trial: train(trial, True), compiled=True, is_watched=False)
     monkeypatch.setattr(dynamo, "_observers", None)

@@ -15,7 +15,7 @@ import threading
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from torch.utils.tensorboard import SummaryWriter
 from werkzeug.test import Client
 
 from tbhooks import plugin as entry
+from tbhooks.data.flights import Flight
 from tbhooks.data.frame import KINDS, Finding, Frame, Site
 from tbhooks.data.stats import STAT_NAMES
 from tbhooks.plugin import index, provider, store
@@ -205,7 +206,17 @@ def test_without_a_data_provider_there_is_no_tab() -> None:
 
 
 def test_every_file_of_the_page_has_a_route_and_nothing_else_of_the_package_has(tab: Tab) -> None:
-    questions = {"/runs", "/sites", "/matrix", "/distribution", "/history", "/findings", "/scalars", "/overview"}
+    questions = {
+        "/runs",
+        "/sites",
+        "/matrix",
+        "/distribution",
+        "/history",
+        "/findings",
+        "/scalars",
+        "/overview",
+        "/rules.md",
+    }
     files = {f"/{path.relative_to(STATIC).as_posix()}" for path in STATIC.rglob("*") if path.is_file()}
     assert set(tab.routes) == questions | files
     assert "/index.js" in files
@@ -389,11 +400,59 @@ def test_only_later_steps_are_sent_when_asked_for(tab: Tab, after: int, left: in
     assert values.tobytes() == whole[10 - left :].tobytes()
 
 
-def test_infinite_values_of_a_stat_keep_their_bits(tmp_path: Path) -> None:
+def test_the_ratio_to_a_weight_that_is_still_zero_is_undefined_and_not_infinite(tmp_path: Path) -> None:
     weight, update = Site("w", "weight"), Site("w", "update")
-    write(tmp_path / "run", make_frame(0, {weight: [0.0, 0.0], update: [1.0, 2.0]}))
-    _, values = Tab(tmp_path).ask("matrix", run="run", kind="update", stat="ratio").matrix
-    assert values.tolist() == [[math.inf]]
+    frames = [make_frame(step, {weight: [0.0, float(step)], update: [1.0, 2.0]}) for step in (0, 1)]
+    write(tmp_path / "run", *frames)
+    tab = Tab(tmp_path)
+    header, values = tab.ask("matrix", run="run", kind="update", stat="ratio").matrix
+    assert (header["undefined"], header["nonfinite"]) == ([[0, 0]], [])
+    assert not math.isinf(values[0, 0])
+    assert values[1, 0] == pytest.approx(math.sqrt(5))
+    assert "undefined" not in tab.ask("matrix", run="run", kind="update", stat="norm").matrix[0]
+    first, second = tab.ask("history", run="run", kind="update", path="w").json["stats"]["ratio"]
+    assert (first, second) == (None, pytest.approx(math.sqrt(5)))
+
+
+def test_the_overview_has_a_verdict_what_was_watched_and_the_scalars(tmp_path: Path) -> None:
+    found = [Finding(step, A, "non_finite", "error", "NaN in a", {"since": 2}) for step in (2, 3)]
+    frames = [
+        make_frame(step, {A: [1.0, 2.0]}, scalars={"loss": 3.0 - step}, findings=[f for f in found if f.step == step])
+        for step in range(4)
+    ]
+    write(tmp_path / "run", *frames)
+    tab = Tab(tmp_path)
+    told = tab.ask("overview", run="run").json
+    (cause,) = told["verdict"]["causes"]
+    assert (told["verdict"]["level"], cause["onset"], cause["issues"][0]["count"]) == ("error", 2, 2)
+    assert told["watched"] == [{"kind": "activation", "sites": 1}]
+    assert "gradients of activations" in told["unwatched"]
+    assert told["steps"] == {"count": 4, "first": 0, "last": 3}
+    (loss,) = tab.ask("scalars", run="run").json["scalars"]
+    assert loss == {"tag": "loss", "steps": [0, 1, 2, 3], "values": [3.0, 2.0, 1.0, 0.0]}
+    (run,) = tab.ask("runs").json["runs"]
+    assert run["state"] == "failed", "not finite at its last step"
+
+
+def test_sites_have_the_role_of_their_module(tmp_path: Path) -> None:
+    names = ("embed", "layers.0.q", "layers.1.q")
+    write(tmp_path / "run", make_frame(0, {Site(name, "activation"): [1.0] for name in names}))
+    sites = Tab(tmp_path).ask("sites", run="run", kind="activation").json["sites"]
+    assert [site["role"] for site in sites] == ["embed", "layers.*.q", "layers.*.q"]
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("activation", True),
+        ("head.activation", True),
+        ("expert.weight", True),
+        ("activation.head", False),
+        ("x.", False),
+    ],
+)
+def test_kinds_of_parts_of_a_tensor_may_have_any_prefix(name: str, known: bool) -> None:
+    assert index.is_kind(name) is known
 
 
 def test_masks_inside_attention_are_no_alarm(tmp_path: Path) -> None:
@@ -900,3 +959,19 @@ def test_many_threads_within_a_small_budget_get_what_they_asked_for() -> None:
 
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(ask, range(2000)))
+
+
+def test_a_dump_of_the_flight_recorder_is_a_map_of_parameters_by_its_steps(tmp_path: Path) -> None:
+    norms = np.array([[1.0, 2.0], [math.inf, 3.0], [math.nan, 4.0]])
+    flight = Flight(8, 1e9, 0, "a reason", np.array([5, 6, 7]), {}, ("a.weight", "b.weight"), norms, norms.sum(axis=1))
+    frame = make_frame(8, {A: DATA[A]})
+    write(tmp_path / "run", frame, replace(make_frame(8, {}), artifacts=(flight,)))
+    tab = Tab(tmp_path)
+    kinds = {kind["kind"]: kind for kind in tab.ask("runs").json["runs"][0]["kinds"]}
+    assert kinds["flight"]["stats"] == ["norm"]
+    header, values = tab.ask("matrix", run="run", kind="flight", stat="norm").matrix
+    assert header["steps"] == [5, 6, 7]
+    assert header["nonfinite"] == [[1, 0]]
+    assert np.array_equal(values, np.array([[1.0, 2.0], [math.nan, 3.0], [math.nan, 4.0]], "f4"), equal_nan=True)
+    sites = tab.ask("sites", run="run", kind="flight").json["sites"]
+    assert [site["path"] for site in sites] == ["a.weight", "b.weight"]

@@ -15,7 +15,7 @@ from tbhooks.capture import recorder as buffer
 from tbhooks.capture.recorder import Recorder
 from tbhooks.data.frame import KINDS
 from tbhooks.reduction import torch_rows
-from tests.support import reference
+from tests.support import fake_device, reference
 from tests.support.tensors import (
     DISTRIBUTIONS,
     LAYOUTS,
@@ -131,6 +131,23 @@ def test_reading_changes_no_element_and_no_version() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_sums_that_overflow_a_half_do_not_overflow_here(dtype: torch.dtype) -> None:
     assert_reduces(torch.full((5000,), 60000.0, dtype=dtype))
+
+
+@pytest.mark.parametrize("put", [lambda x: x, fake_device.put], ids=["cpu", "device"])
+def test_shape_about_a_large_mean_is_that_of_numpy(put: Callable[[Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    tensor = torch.cat([torch.randn(5000) * 0.01 + 300, torch.tensor([300.5])])
+    reading, values = reduced(put(tensor)), tensor.double().numpy()
+    away = values - values.mean()
+    assert reading.kurtosis == pytest.approx(np.mean(away**4) / np.var(values) ** 2, rel=1e-9)
+    assert reading.skewness == pytest.approx(np.mean(away**3) / np.std(values) ** 3, rel=1e-9)
+    assert reading.kurtosis > 100
+
+
+def test_equal_elements_have_no_shape() -> None:
+    for tensor in (torch.full((5000,), 0.1), torch.tensor([5.1] * 99 + [torch.nan]), torch.zeros(0)):
+        for reading in (reduced(tensor), reduced(fake_device.put(tensor))):
+            assert np.isnan([reading.skewness, reading.kurtosis]).all()
 
 
 def test_a_single_value_has_no_spread() -> None:

@@ -193,8 +193,9 @@ def test_scalars_all_are_every_stat_of_every_kind(tmp_path: Path) -> None:
         (["activation.std", "weight.p50"], {"activation.std/0", "weight.p50/0.weight"}),
         ("rms", {f"{site.kind}.rms/{site.name}" for site in frames.SOME}),
         (("update.ratio",), {"update.ratio/0.weight"}),
+        (["activation.kurtosis", "weight.skewness"], {"activation.kurtosis/0", "weight.skewness/0.weight"}),
     ],
-    ids=["none", "one", "two", "every kind", "ratio"],
+    ids=["none", "one", "two", "every kind", "ratio", "shape"],
 )
 def test_scalars_asked_for_by_name_are_written_alone(tmp_path: Path, scalars: object, tags: set[str]) -> None:
     write(tmp_path, make_frame(), scalars=scalars)

@@ -69,6 +69,7 @@ class Checked(HTMLParser):
 
 
 ALLOWED = {
+    "figure", "figcaption", "polyline", "line",
     "html", "head", "meta", "title", "style", "body", "h1", "h2", "h3", "p", "nav", "a", "div", "b", "bdi", "ul", "li",
     "table", "thead", "tbody", "tr", "th", "td", "svg", "image", "text", "rect", "details", "summary", "img", "span",
 }  # fmt: skip
@@ -292,3 +293,16 @@ def test_a_large_run_makes_a_small_page() -> None:
     text = report_html.page(run_of(*frames))
     assert len(text) < 3_000_000
     assert "more tensors are left out" in checked(text).text
+
+
+def test_a_page_begins_with_the_verdict_and_curves_and_folds_notes() -> None:
+    error = Finding(2, Site("x", "activation"), "exploding_activation", "error", "Exploding", {"since": 1})
+    note = Finding(2, Site("x", "activation"), "low_precision", "info", "A note", {})
+    data = {Site("x", "activation"): [1.0, -1.0]}
+    frames = [
+        make_frame(s, data, scalars={"train/loss": 1.0 + s}, findings=[error, note] if s == 2 else ()) for s in range(4)
+    ]
+    made = report_html.page(run_of(*frames))
+    order = [made.index(part) for part in ('id="verdict"', "<polyline", "<b>error</b>", "1 note<", 'id="heat-maps"')]
+    assert order == sorted(order)
+    assert "since step 1, worst at 2, last at 2, 1 logged step" in checked(made).text

@@ -73,7 +73,8 @@ function createSwitch(label, options, onChange) {
 }
 
 function createButton(text, label, onClick) {
-  const element = html("button", { type: "button", class: "button", title: label, "aria-label": label }, text);
+  const spoken = /\w\w/.test(text) ? `${text}: ${label}` : label; // the name has the text that is seen
+  const element = html("button", { type: "button", class: "button", title: label, "aria-label": spoken }, text);
   element.addEventListener("click", onClick);
   return element;
 }

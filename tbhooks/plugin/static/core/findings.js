@@ -35,7 +35,7 @@ export function lasting({ onset, peak, last, count }) {
 const before = (one, other) => ORDER.indexOf(one.severity) - ORDER.indexOf(other.severity) || one.onset - other.onset;
 
 function action(text, label, onClick) {
-  const button = html("button", { type: "button", class: "finding-action", title: label, "aria-label": label }, text);
+  const button = html("button", { type: "button", class: "finding-action", title: label, "aria-label": `${text.replace(" \u00d7", "")}: ${label}` }, text);
   button.addEventListener("click", onClick);
   return button;
 }
@@ -64,9 +64,9 @@ function entry(finding, run, on, side) {
   const actions = html(
     "div",
     { class: "finding-actions" },
-    action("Zoom to onset", `Zoom to step ${finding.onset}, where ${rule} began`, () => on.zoom(finding, side)),
+    action("Zoom to onset", `step ${finding.onset}, where ${rule} began`, () => on.zoom(finding, side)),
     html("a", { class: "finding-action", href: docsOf(finding.rule), target: "_blank", rel: "noopener", title: `What ${rule} means and what to do` }, "What to do"),
-    action("Mute", `Do not show findings of ${rule}`, () => on.mute(finding.rule)),
+    action("Mute", `do not show findings of ${rule}`, () => on.mute(finding.rule)),
   );
   return html("li", { class: "finding-card" }, button, actions);
 }
@@ -81,7 +81,7 @@ export function createFindings(container, on) {
 
   function showMuted(rules, hidden) {
     silent.hidden = rules.length === 0;
-    const buttons = rules.map((rule) => action(`${ruleWords(rule)} \u00d7`, `Show findings of ${ruleWords(rule)} again`, () => on.unmute(rule)));
+    const buttons = rules.map((rule) => action(`${ruleWords(rule)} \u00d7`, `show its findings again`, () => on.unmute(rule)));
     silent.replaceChildren(html("span", {}, `Muted${hidden ? ` (${hidden})` : ""}:`), ...buttons);
   }
 

@@ -32,7 +32,7 @@ export function createShell() {
     controls: html("header", { class: "controls" }),
     status: html("div", { class: "status" }),
     legend: html("div", { class: "legends" }),
-    maps: html("div", { class: "maps" }),
+    maps: html("div", { class: "maps", id: "map" }),
     findings: html("section", { class: "findings", "aria-label": "Findings" }),
     compared: html("div", { class: "compared" }),
     detail: html("div", { class: "detail-place" }),
@@ -45,11 +45,13 @@ export function createShell() {
   parts.panel = html("aside", { class: "panel", "aria-label": "Findings and details" }, parts.findings, details);
   parts.loading = html("p", { class: "loading", role: "status", hidden: true }, "Loading\u2026");
   const under = html("div", { class: "under" }, parts.status, parts.legend);
-  const middle = html("main", { class: "middle" }, under, parts.maps, parts.loading);
-  const work = html("div", { class: "work" }, middle, grip, parts.panel);
+  const middle = html("main", { class: "middle" }, html("h1", { class: "unseen" }, "Map of all modules over the steps"), under, parts.maps, parts.loading);
+  parts.panel.prepend(grip);
+  const work = html("div", { class: "work" }, middle, parts.panel);
   parts.work = work;
   parts.skip = html("a", { class: "skip", href: "#map" }, "Skip to the map");
-  parts.app = html("div", { class: "app", hidden: true }, parts.skip, parts.controls, parts.overview, work);
+  parts.app = html("div", { class: "app", hidden: true }, parts.controls, parts.overview, work);
+  parts.controls.append(parts.skip);
   document.body.append(parts.banner, parts.app, parts.empty);
   makeResizable(grip, parts.panel);
   return { ...parts, grip, ready };

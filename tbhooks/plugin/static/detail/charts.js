@@ -104,7 +104,7 @@ function stopsOf(axis, slots) {
   return [...buckets, ...slots];
 }
 
-function tooltipOf(stop, series, y) {
+function tooltipOf(stop, series, y, shape) {
   const count = (one) => (stop.field ? one[stop.field] : one.counts.get(stop.key) ?? 0);
   const rows = series.map((one) => ({
     name: series.length > 1 ? one.name : "elements",
@@ -113,7 +113,7 @@ function tooltipOf(stop, series, y) {
   }));
   const exactEnds = series.length === 1 ? series[0].bounds.get(stop.key) : undefined;
   const top = Math.min(...series.map((one) => (count(one) > 0 ? y(one.measure(count(one))) : Infinity)));
-  return { title: stop.field ? stop.name : bucketText(stop.key, exactEnds), rows, top };
+  return { title: stop.field ? stop.name : shape.words(stop.key, exactEnds ?? series[0].bounds.get(stop.key)), rows, top };
 }
 
 function summary(one) {
@@ -123,18 +123,28 @@ function summary(one) {
   return `${one.name} at step ${one.step}: ${whole(one.elements)} elements ${range}${median}, ${words}`;
 }
 
-/** `keys`: the buckets the axis must show at least. Each of `series`:
+/** On the signed log axis, which shows at least the buckets of `keys`. */
+export function signedShape(keys) {
+  return {
+    title: (single) => (single ? "count per half-octave bin" : "share of elements per half-octave bin"),
+    lay: (series, left, right) => ({ axis: signedLogAxis(keys, left, right), series }),
+    nodes: signedAxis,
+    words: bucketText,
+  };
+}
+
+/** `shape`: signedShape, or linearShape of linear.js. Each of `given`:
     {name, colour, step, counts, bounds, elements, nans, infs, zeroShare, min, max, median}. */
-export function distributionModel(series, keys, mode, width) {
-  const single = series.length === 1;
+export function distributionModel(given, shape, mode, width) {
+  const single = given.length === 1;
+  const slots = specialSlots(given, width - RIGHT);
+  const { axis, series } = shape.lay(given, LEFT, slots.length ? slots[0].x0 - 16 : width - RIGHT);
   for (const one of series) one.measure = single ? (count) => count : (count) => count / Math.max(one.elements, 1);
   const bottom = HEIGHT - BELOW;
-  const slots = specialSlots(series, width - RIGHT);
-  const axis = signedLogAxis(keys, LEFT, slots.length ? slots[0].x0 - 16 : width - RIGHT);
   const scale = countScale(heights(series, slots), mode, single, bottom);
   if (!single) scale.ticks = scale.ticks.map(shareTick);
   const y = (value) => scale.pixel(value);
-  const title = single ? "elements in each half-octave bucket" : "share of elements in each half-octave bucket";
+  const title = shape.title(single);
   const stops = stopsOf(axis, slots);
   const peak = stops.findIndex(({ key }) => key === peakOf(series[0]));
   return {
@@ -142,14 +152,14 @@ export function distributionModel(series, keys, mode, width) {
     nodes: [
       ...leftAxis(scale, width - RIGHT, title),
       ...drawnSeries(series, axis, y, bottom),
-      ...signedAxis(axis, bottom),
+      ...shape.nodes(axis, bottom),
       ...drawnSlots(series, slots, y, bottom).filter(Boolean),
     ],
     label: `Distribution. ${series.map(summary).join("; ")}.`,
     stops: stops.length,
     first: Math.max(peak, 0),
     find: (x) => stopAt(stops, x),
-    at: (i) => pointed(stops[i], series, y, bottom),
+    at: (i) => pointed(stops[i], series, y, bottom, shape),
   };
 }
 
@@ -164,8 +174,8 @@ function stopAt(stops, x) {
   return index < 0 ? null : index;
 }
 
-function pointed(stop, series, y, bottom) {
-  const { title, rows, top } = tooltipOf(stop, series, y);
+function pointed(stop, series, y, bottom, shape) {
+  const { title, rows, top } = tooltipOf(stop, series, y, shape);
   const shade = { x: short(stop.x0), y: TOP, width: short(Math.max(stop.x1 - stop.x0, 1)), height: bottom - TOP };
   return {
     title,

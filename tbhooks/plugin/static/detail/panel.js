@@ -6,8 +6,8 @@ import { createAnswers, isSettled } from "./answers.js";
 import { historyOf, kindOf } from "./cells.js";
 import { nearestIndex } from "./frame.js";
 import { button, html } from "../core/elements.js";
-import { createBandsPart, createDistributionPart, createLinesPart, createRidgesPart } from "./parts.js";
-import { createTablePart, headline } from "./parts.js";
+import { createDistributionPart } from "./distribution.js";
+import { createBandsPart, createLinesPart, createRidgesPart, createTablePart, headline } from "./parts.js";
 
 const MOST = 4;
 const HISTORY_WAIT = 250; // milliseconds the distribution waits for the history, whose range its axis shares
@@ -67,14 +67,14 @@ function createHead(onClose, onPickStep) {
 }
 
 /** The panel inside `container`; see the parts for what it shows. */
-export function createDetail(container, { api, onClose, onPickStep }) {
+export function createDetail(container, { api, onClose, onPickStep, axis = "linear" }) {
   addStyle();
   const answers = createAnswers(api, answered);
   const rerender = () => update(false);
   const head = createHead(onClose, onPickStep);
   const parts = [
-    createDistributionPart(rerender),
     createLinesPart(rerender, onPickStep),
+    createDistributionPart(rerender, onPickStep, axis),
     createBandsPart(rerender, onPickStep),
     createRidgesPart(onPickStep),
     createTablePart(),
@@ -108,13 +108,21 @@ export function createDetail(container, { api, onClose, onPickStep }) {
 
   function answered(entry) {
     if (shown?.cells.some((cell) => cell.distribution === entry || cell.history === entry)) update();
+    else if (shown?.asked.has(entry)) update(false);
+  }
+
+  /** A question of a part besides those for the chosen cells. */
+  function ask(route, question) {
+    const entry = answers.request(route, question);
+    shown.asked.add(entry);
+    return entry;
   }
 
   return {
     /** Called again whenever anything changes; what is drawn stays until its successor is complete. */
     show(view) {
       if (!view.sites.length) return this.clear();
-      shown = { view, cells: questionsFor(view, answers) };
+      shown = { view: { ...view, ask }, cells: questionsFor(view, answers), asked: new Set() };
       root.classList.toggle("detail-several", shown.cells.length > 1);
       root.style.colorScheme = view.dark ? "dark" : "light";
       if (root.parentNode !== container) container.replaceChildren(root);

@@ -1,100 +1,15 @@
-/* The parts of the panel: each turns the answers for the chosen cells into one chart or table, and keeps the user's
-   choices for it. A cell is {site, distribution, history}; the last two are entries of answers.js. */
+/* The parts of the panel besides the distribution: each turns the answers for the chosen cells into one chart or table,
+   and keeps the user's choices for it. A cell is {site, distribution, history}; the last two are entries of answers.js. */
 
 import { suitableMode } from "./axes.js";
-import { histogramOf, historyOf, kindOf, seriesOf, statHistory, statNames, statsOf } from "./cells.js";
-import { distributionModel } from "./charts.js";
-import { brief, counted, isFinite, percent, whole } from "../core/numbers.js";
+import { historyOf, kindOf, statHistory, statNames, statsOf } from "./cells.js";
+import { brief, isFinite } from "../core/numbers.js";
 import { bandValues, bandsModel, linesModel } from "./history.js";
 import { button, createChoice, html } from "../core/elements.js";
 import { ridgesModel, ridgesNote, someRidges, usedKeys } from "./ridges.js";
 import { createChartSection, createSection } from "./section.js";
+import { MODES, problemsOf, withValue } from "./shared.js";
 import { copyText, statsTable, tableText } from "./stats_table.js";
-
-const MODES = [
-  ["log", "log"],
-  ["linear", "linear"],
-];
-const EXTENTS = [
-  ["history", "all steps"],
-  ["step", "this step"],
-];
-
-const withValue = (cells, what) => cells.filter((cell) => cell[what].value !== null);
-
-/** The server's messages; with several modules, each with the module's name. */
-function problemsOf(cells, what) {
-  return cells
-    .filter((cell) => cell[what].error !== null)
-    .map((cell) => (cells.length > 1 ? `${cell.site.name}: ${cell[what].error}` : cell[what].error));
-}
-
-function ridgeKeys(cells) {
-  return withValue(cells, "history").flatMap(({ history }) => {
-    const { ridges } = historyOf(history.value);
-    return ridges ? usedKeys(ridges) : [];
-  });
-}
-
-/* ---- Distribution at the chosen step ------------------------------------------------------------------------ */
-
-function histogramNote({ distribution }, chosen) {
-  const { histogram_step: step } = distribution.value;
-  if (step === chosen) return null;
-  if (step === null || step === undefined) return "no histogram is stored for it; its stats and their history are";
-  return `histogram of step ${step}, the nearest logged one with a histogram; you chose ${chosen}`;
-}
-
-/** A note that applies to all modules is shown once. */
-function histogramNotes(cells, chosen) {
-  const notes = cells.map((cell) => histogramNote(cell, chosen));
-  if (new Set(notes).size <= 1) return notes[0] ?? null;
-  return notes.flatMap((note, i) => (note ? [`${cells[i].site.name}: ${note}`] : [])).join("\n");
-}
-
-/** "16,384 elements, 48.1% zeros (7,880), no NaN, no Inf". */
-function countWords({ site, distribution }, view, several) {
-  const { count, zero_fraction: zeros, nan_count: nans, inf_count: infs } = statsOf(distribution.value);
-  if (!isFinite(count)) return null;
-  const when = distribution.value.row_step === view.step ? "" : ` at step ${distribution.value.row_step}`;
-  const zeroWords = zeros ? `${percent(zeros)} zeros (${whole(zeros * count)})` : "no zeros";
-  const bad = (number, word) => html("span", { class: number > 0 ? "detail-bad" : null }, counted(number, word));
-  const swatch = several ? html("i", { class: "detail-swatch", colour: site.colour }) : null;
-  const start = `${whole(count)} elements${when}, ${zeroWords}, `;
-  return html("span", {}, swatch, start, bad(nans, "NaN"), ", ", bad(infs, "Inf"));
-}
-
-export function createDistributionPart(rerender) {
-  const options = { mode: "log", extent: "history" };
-  const section = createChartSection("Distribution", "distribution", "Buckets of the distribution");
-  const choose = (field) => (value) => {
-    options[field] = value;
-    rerender();
-  };
-  const [mode, extent] = [createChoice("counts", choose("mode")), createChoice("axis", choose("extent"))];
-  section.controls.append(extent.element, mode.element);
-
-  function render(cells, view) {
-    mode.set(MODES, options.mode);
-    extent.set(EXTENTS, options.extent);
-    const known = withValue(cells, "distribution");
-    const several = cells.length > 1;
-    section.problems(problemsOf(cells, "distribution"));
-    const all = known.map(({ site, distribution, history }) => seriesOf(site, distribution.value, history.value));
-    const series = all.filter(Boolean);
-    if (series.length) draw(cells, known, series);
-    else section.empty();
-    section.words(...known.map((cell) => countWords(cell, view, several)).filter(Boolean));
-    section.note(histogramNotes(known, view.step));
-  }
-
-  function draw(cells, known, series) {
-    const own = known.flatMap(({ distribution }) => [...histogramOf(distribution.value).counts.keys()]);
-    const keys = options.extent === "step" ? own : [...new Set([...own, ...ridgeKeys(cells)])];
-    section.draw((width) => distributionModel(series, keys, options.mode, width));
-  }
-  return { ...section, render, needs: "distribution" };
-}
 
 /* ---- History ------------------------------------------------------------------------------------------------ */
 

@@ -169,7 +169,9 @@ function drawLabels(context, g, model, theme) {
       if (span.includes(1)) continue;
       span.fill(1);
     }
-    drawLabel(context, g, model, row, theme, texts[row]);
+    const { key, full } = model.rows[row];
+    const whole = dense && model.picks.has(key); // the rows around it that would say where it is have no room
+    drawLabel(context, g, model, row, theme, whole ? elide(context, full, roomOf(g, model.rows[row].depth)) : texts[row]);
   }
   context.restore();
 }

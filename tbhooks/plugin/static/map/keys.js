@@ -72,7 +72,7 @@ export function attachKeys({ stage, on, setCursor, cursor, model, geometry }) {
     if (!model() || !geometry() || event.altKey || event.metaKey) return;
     const action = event.key in MOVES ? move : event.ctrlKey ? undefined : ACTIONS[event.key];
     if (!action) return;
-    event.preventDefault();
+    if (event.key !== "Escape") event.preventDefault(); // which also closes the details
     action(event);
   });
 

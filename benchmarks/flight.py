@@ -1,0 +1,89 @@
+"""What the flight recorder costs a training step, as a ratio to the bare step.
+
+The variants train the same model in turns, as in overhead.py: bare, watched without logging a step, and with a flight
+recorder of 256 steps, with all norms and with global ones. No step is logged, so that only the recorder is measured.
+
+    python benchmarks/flight.py [--threads 1 | default | N] [--seconds 60] [--models gpt2 resnet]
+
+Prints a table. Launches, copies and syncs are counted in tests/unit/capture/test_flight_recorder.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+# Some virtual machines announce AMX and die of it in the first bfloat16 matmul.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+
+import torch
+from models import WORKLOADS, Workload
+from overhead import run_until
+from torch import nn
+from torch.optim import Optimizer
+
+import tbhooks
+from tbhooks.cli.bench import timing
+from tbhooks.cli.bench.timing import NEVER, Monitor, Observe, Variant
+
+
+def recorded(detail: str) -> Observe:
+    """A watch that logs no step but the first, with a flight recorder."""
+
+    def observe(model: nn.Module, _optimizer: Optimizer, directory: Path) -> Monitor:
+        watching = tbhooks.watch(model, directory, every=NEVER).flight_recorder(detail=detail)
+        return Monitor(watching.flush, watching.close)
+
+    return observe
+
+
+VARIANTS: dict[str, Observe] = {
+    "bare": timing.bare,
+    "watched, step not logged": timing.watched(every=NEVER),
+    "flight recorder, all norms": recorded("parameters"),
+    "flight recorder, global": recorded("global"),
+}
+
+
+def measure(workload: Workload, seconds: float, directory: Path) -> None:
+    """Trains in turns, and prints a line for each variant."""
+    torch.manual_seed(0)
+    model = workload.build().train()
+    optimizer = timing.make_optimizer(model)
+    variants = [
+        Variant(name, model, workload.loss, observe, directory / f"{i}", shared=optimizer)
+        for i, (name, observe) in enumerate(VARIANTS.items())
+    ]
+    variants[0].steps(2)
+    try:
+        run_until(time.monotonic() + seconds, variants, workload.steps_a_turn, lambda _done, _of: None)
+    finally:
+        for variant in variants:
+            variant.close()
+    print(f"\n{workload.name}: {sum(1 for _ in model.parameters())} parameters")
+    for variant in variants:
+        timed = timing.compared(variant, variants[0])
+        print(f"  {variant.name:30s} ratio {timed.ratio:.4f}, spread {timed.spread:.4f}, {timed.rounds} rounds")
+
+
+def main() -> None:
+    """Measures the chosen models."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--threads", default="1", help="of torch: a number, or default")
+    parser.add_argument("--seconds", type=float, default=60.0, help="per model")
+    parser.add_argument("--models", nargs="+", choices=sorted(WORKLOADS), default=["gpt2", "resnet"])
+    options = parser.parse_args()
+    if options.threads != "default":
+        torch.set_num_threads(int(options.threads))
+    with tempfile.TemporaryDirectory() as directory:
+        for name in options.models:
+            measure(WORKLOADS[name], options.seconds, Path(directory) / name)
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
