@@ -51,6 +51,7 @@ lint: $(READY)
 
 bench: $(READY)  ## everything the README claims about cost, with the peers beside it; ten minutes
 	$(PYTHON) benchmarks/rows.py
+	$(PYTHON) benchmarks/launches.py
 	$(PYTHON) benchmarks/overhead.py
 	$(PYTHON) benchmarks/writing.py
 	$(PYTHON) benchmarks/disk.py

@@ -25,8 +25,10 @@ from tbhooks.reduction import batched, cpu, histogram, torch_rows, triton
 from tbhooks.reduction.cpu import Address
 from tbhooks.reduction.finalize import Block
 
-# Torch reductions make temporaries of the tensor's size: larger tensors are reduced in parts of this length.
-PART = 1 << 20
+# Torch reductions make temporaries of 44 bytes an element: larger tensors are reduced in parts of at least this length,
+# and in so few parts that a tensor of 100 million elements takes some 130 launches, not thousands.
+PART = 1 << 22
+MOST_PARTS = 7
 # Bucket counts are 32-bit integers.
 MOST_COUNT = 2**31 - 1
 
@@ -48,11 +50,20 @@ def reduce_by_torch(numbers: Tensor, buffer: Buffer, record: int) -> None:
     """With torch operations, for devices without Triton and where there is no C kernel."""
     if numbers.is_cpu or numbers.numel() == 0:
         torch_rows.write_row(numbers, buffer.row(record))
+    elif buffer.row_type is torch.float32:
+        size, block = numbers.numel(), numbers.reshape(1, -1)
+        parts = batched.reduce(block, buffer.row_type, is_padded=False)
+        buffer.unfinished.hold(Block([record], [size], size, shifted=True), parts)
     else:
         size = numbers.numel()
         buffer.unfinished.hold(Block([record], [size], size), torch_rows.reduce(numbers, buffer.row_type))
     if buffer.with_buckets:
         histogram.add_counts(numbers, buffer.counts(record))
+
+
+def part_length(size: int) -> int:
+    """How many elements of a tensor of `size` torch operations reduce at a time."""
+    return min(max(PART, -(-size // MOST_PARTS)), histogram.MOST)
 
 
 def _reduce_divided(numbers: Tensor, scale: Tensor, buffer: Buffer, record: int) -> None:
@@ -398,11 +409,12 @@ class Recorder:
                 return None
             if triton.takes(numbers):
                 return self._record_parts(numbers, triton.LONGEST, partial(_reduce_by_triton, scale))
+            longest = part_length(numbers.numel())
             if scale is not None:
-                return self._record_parts(numbers, PART, lambda *part: _reduce_divided(part[0], scale, *part[1:]))
+                return self._record_parts(numbers, longest, lambda *part: _reduce_divided(part[0], scale, *part[1:]))
             if cpu.can_read(numbers):
                 return self._record_parts(numbers, MOST_COUNT, reduce_by_kernel)
-            return self._record_parts(numbers, PART, reduce_by_torch)
+            return self._record_parts(numbers, longest, reduce_by_torch)
 
     def _record_parts(self, numbers: Tensor, longest: int, reduce: Reduce) -> Span:
         number, buffer = self._buffer(numbers)

@@ -250,7 +250,7 @@ def reduce_channels(matrix: Tensor, sums: Sums, with_buckets: bool) -> None:
         sums.pieces.append(Piece(numbers, dense.size(1), finished=True))
         _add_counts(sums, counts)
         return
-    row_type = torch.float32 if dense.device.type == "mps" else torch.float64
+    row_type = torch_rows.row_type(dense.device)
     for part in torch.split(dense, max(1, PART // len(dense)), 1):
         made = torch.cat([one.reshape(-1) for one in batched.reduce(part, row_type)])
         sums.pieces.append(Piece(made.view(-1, len(dense)), part.size(1), finished=False))

@@ -70,16 +70,20 @@ def _copied(tensors: Sequence[Tensor]) -> Tensor:
     return made
 
 
-def reduce(made: Tensor, row_type: torch.dtype) -> list[Tensor]:
+def reduce(made: Tensor, row_type: torch.dtype, is_padded: bool = True) -> list[Tensor]:
     """The partial results of which finalize.py makes rows, as torch_rows.reduce does, with moments about the first
     element of each row: about zero, padding would cost the precision of numbers far from it.
+
+    Rows that are not padded have moments about their mean. The mean is then a sum of two numbers, which is what keeps
+    small deviations from a large mean where there is no float64: the mean has a relative error of about 1e-7, and the
+    standard deviation one of about 1e-5 (of 2**24 numbers).
 
     Seventeen launches for any number of rows.
     """
     largest, others = torch_rows.limits(made, row_type)
     inside = torch.le(made.abs(), largest)
     masked = torch.where(inside, made, others)
-    shift = masked[2, :, :1].clone()
+    shift = masked[2, :, :1].clone() if is_padded else masked[2].mean(-1, keepdim=True)
     centred = torch.where(inside[2], made - shift, 0.0)
     counts = torch.linalg.vector_norm(masked[1:], 0, -1)
     return [counts, *torch.aminmax(masked[:2], dim=-1), *torch_rows.moments(centred, inside[2]), shift]

@@ -24,6 +24,8 @@ _is_of_functorch: Callable[[Tensor], bool] = look_up(
     "torch._C._functorch.is_functorch_wrapped_tensor", lambda _: False, _STAND_INS
 )
 has_storage: Callable[[Tensor], bool] = look_up("torch._C._has_storage", lambda _: True, _STAND_INS)
+# From here on memory counts more than a launch.
+LARGE = 1 << 20
 ORDINARY = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
@@ -156,14 +158,17 @@ _constants: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}
 def reduce(numbers: Tensor, row_type: torch.dtype) -> list[Tensor]:
     """The partial results of which finalize.py makes a row, along the last dimension, in thirteen launches.
 
-    Temporaries: 4 + 7 * row_type.itemsize bytes for each element.
+    Temporaries: 4 + 7 * row_type.itemsize bytes for each element; of large tensors 4 + 5 * row_type.itemsize, for which
+    there is one launch more.
     """
     numbers = numbers if numbers.dtype in ORDINARY else numbers.to(torch.float32)
     largest, others = limits(numbers, row_type)
     inside = torch.le(numbers.abs(), largest)
     masked = torch.where(inside, numbers, others)
-    counts = torch.linalg.vector_norm(masked[1:], 0, -1)
-    return [counts, *torch.aminmax(masked[:2], dim=-1), *moments(masked[2], inside[2])]
+    parts = [torch.linalg.vector_norm(masked[1:], 0, -1), *torch.aminmax(masked[:2], dim=-1)]
+    finite = masked[2] if numbers.numel() <= LARGE else masked[2].clone()
+    del masked  # of which a view keeps all
+    return [*parts, *moments(finite, inside[2])]
 
 
 def moments(numbers: Tensor, inside: Tensor) -> list[Tensor]:

@@ -13,6 +13,7 @@ from tbhooks.data.frame import Finding, Frame
 from tbhooks.runs.event_records import Progress, records, size_of
 from tbhooks.runs.reader import RunReader, starts_with_frame
 from tbhooks.runs.scalars import Series
+from tbhooks.runs.state import State, state_of
 from tbhooks.runs.verdict import Verdict, verdict
 from tbhooks.sinks.remote import local
 
@@ -56,6 +57,11 @@ class Run:
     def issues(self) -> list[Issue]:
         """The findings of all frames grouped by problem: since when, when worst, when last, and how often."""
         return issues(finding for frame in self.frames for finding in frame.findings)
+
+    @property
+    def state(self) -> State:
+        """Whether it is still written to: "running", "ended", or "empty" without a logged step."""
+        return state_of([frame.time for frame in self.frames])
 
     @property
     def verdict(self) -> Verdict:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar, Self, TypeVar
 
 import torch
@@ -18,7 +19,9 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_iter, tree_map
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
-__all__ = ["DEVICE", "FakeDeviceTensor", "Log", "put", "to_device"]
+from tests.support import fake_streams
+
+__all__ = ["DEVICE", "FakeDeviceTensor", "Log", "host_of", "put", "to_device", "without_float64"]
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -39,6 +42,9 @@ class _DeviceModule(_DummyBackendModule):
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]
+
+    def current_stream(self, device: Any = None) -> fake_streams.Stream:
+        return fake_streams.current_stream(device)
 
     def get_rng_state(self, _device: Any = None) -> Tensor:
         return torch.empty(0, dtype=torch.uint8)
@@ -169,6 +175,10 @@ class FakeDeviceTensor(Tensor):
         _DATA.__set__(self, value)
         self.host = value.host
 
+    def record_stream(self, stream: Any) -> None:
+        """Notes that another stream reads it, so that its memory is not used again too early."""
+        self.streams = {*getattr(self, "streams", ()), stream}
+
     def tolist(self) -> Any:
         return self.cpu().tolist()
 
@@ -199,9 +209,11 @@ class FakeDeviceTensor(Tensor):
         to_host = "device" in kwargs and torch.device(kwargs["device"] or DEVICE).type == "cpu"
         host_kwargs = dict(kwargs, device=_HOST) if "device" in kwargs else kwargs
         host_out = func(*tree_map(_unwrap, args), **tree_map(_unwrap, host_kwargs))
-        if to_host:
-            return host_out
-        return _rewrap(func, (args, kwargs), host_out)
+        _check_float64(host_out)
+        out = host_out if to_host else _rewrap(func, (args, kwargs), host_out)
+        if _kernels_of(func):
+            fake_streams.notify(func, args, kwargs, out)
+        return out
 
 
 def put(tensor: Tensor) -> Tensor:
@@ -212,6 +224,11 @@ def put(tensor: Tensor) -> Tensor:
 def to_device(model: ModuleT) -> ModuleT:
     """Move parameters and buffers to the simulated device, in place, keeping tied ones tied."""
     return model.to(DEVICE)
+
+
+def host_of(value: Any) -> Tensor | None:
+    """The CPU tensor that holds the data of a tensor of the device; None for anything else."""
+    return value.host if isinstance(value, FakeDeviceTensor) else None
 
 
 def _unwrap(value: Any) -> Any:
@@ -237,6 +254,24 @@ def _check_types(func: OpOverload, kwargs: dict[str, Any]) -> None:
     name = func._schema.name.removeprefix("aten::")
     if isinstance(out, Tensor) and out.is_floating_point() and name.startswith("bitwise_"):
         raise NotImplementedError(f'"{name}_cuda" not implemented for {out.dtype}')
+
+
+_without_float64 = [False]
+
+
+@contextmanager
+def without_float64() -> Iterator[None]:
+    """The device has no float64, as Apple's GPUs and some of Intel's."""
+    _without_float64[0] = True
+    try:
+        yield
+    finally:
+        _without_float64[0] = False
+
+
+def _check_float64(made: Any) -> None:
+    if _without_float64[0] and any(tensor.dtype is torch.float64 for tensor in _tensors(made)):
+        raise TypeError("the device has no float64")
 
 
 def _rewrap(func: OpOverload, inputs: Any, host_out: Any) -> Any:
@@ -329,7 +364,9 @@ def _waits_for_data(func: OpOverload, args: tuple[Any, ...]) -> bool:
 def _empty(size: list[int], *, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
     _record(aten.empty.memory_format, (size,), {})
     memory_format = options.get("memory_format") or torch.contiguous_format
-    return FakeDeviceTensor(torch.empty(size, dtype=dtype, device=_HOST, memory_format=memory_format))
+    made = torch.empty(size, dtype=dtype, device=_HOST, memory_format=memory_format)
+    _check_float64(made)
+    return FakeDeviceTensor(made)
 
 
 def _empty_strided(size: list[int], stride: list[int], *, dtype: torch.dtype | None = None, **_options: Any) -> Tensor:
@@ -340,6 +377,7 @@ def _empty_strided(size: list[int], stride: list[int], *, dtype: torch.dtype | N
 def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
     _record(aten._copy_from.default, (source, target), {})
     _unwrap(target).copy_(_unwrap(source))
+    fake_streams.notify(aten._copy_from.default, (source, target), {}, target)
     return target
 
 

@@ -54,6 +54,7 @@ SHOWS = {
         "loss after 200 steps: 0.",
         "no issues found",
     ),
+    "logit_growth": ("step   0: largest logit     0.2, entropy 2.08", "attention logits grew"),
     "compare_precisions": (
         "dtypes: float32 bfloat16 float16",
         "low_precision: The float16 values of the gradient of the output output are",
@@ -83,6 +84,7 @@ NEEDS = {
     "quickstart": ("sklearn", "matplotlib", "pandas", "anywidget"),
     "dead_relu": ("sklearn", "matplotlib"),
     "nan_hunt": ("sklearn",),
+    "logit_growth": ("sklearn",),
     "compare_precisions": ("sklearn", "matplotlib", "pandas"),
     "transformer_activations": ("transformers", "matplotlib"),
 }

@@ -17,6 +17,7 @@ from tbhooks.capture.hooks.observer import Observer
 from tbhooks.capture.packed_step import PackedStep
 from tbhooks.capture.rank_context import RankContext
 from tbhooks.capture.recorder import Recorder
+from tbhooks.reduction import torch_rows
 
 EVALUATION_PREFIX = "eval/"
 
@@ -40,9 +41,7 @@ class Mean:
         elif value.device in self._sums:
             self._sums[value.device].add_(value.detach().reshape(()))
         else:
-            # MPS has no float64.
-            wide = torch.float32 if value.device.type == "mps" else torch.float64
-            self._sums[value.device] = value.detach().reshape(()).to(wide, copy=True)
+            self._sums[value.device] = value.detach().reshape(()).to(torch_rows.row_type(value.device), copy=True)
 
     def mean(self) -> Tensor | float:
         """Returns the mean, on one of the devices that had values, or as a float if none had."""

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from tbhooks.capture import sharded_tensors
 from tbhooks.data import stats
-from tbhooks.reduction import cpu
+from tbhooks.reduction import cpu, torch_rows
 
 
 def total_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """Returns the norm as a scalar tensor: float64 on a CPU, else float32. It is not finite if any element is not."""
+    """Returns the norm as a scalar tensor: float64 where the device has it. It is not finite if any element is not."""
     dense = [tensor.coalesce().values() if tensor.layout is torch.sparse_coo else tensor for tensor in tensors]
     dense = [local for tensor in dense if (local := sharded_tensors.local_tensor(tensor)) is not None]
     if not dense:
@@ -44,11 +44,19 @@ def _by_kernel(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _by_torch(tensors: Sequence[Tensor]) -> Tensor:
-    """Computes the norm in float32 at least, because squares overflow in half precision."""
-    wide = torch.float64 if tensors[0].device.type == "cpu" else torch.float32
-    narrow = [t for t in tensors if t.dtype.itemsize < 8]
-    others = [t for t in tensors if t.dtype.itemsize >= 8]
-    norms: list[Tensor] = list(torch._foreach_norm(narrow, 2, dtype=wide)) if narrow else []
-    norms += torch._foreach_norm(others, 2) if others else ()
-    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(wide) for norm in norms]))
+    """Computes the norm in float64, or scaled: in float32 squares overflow beyond 1e19 and vanish below 1e-23."""
+    device = tensors[0].device
+    if not torch_rows.has_float64(device):
+        return _scaled_norm(tensors)
+    norms = torch._foreach_norm(list(tensors), 2, dtype=torch.float64)
+    total: Tensor = torch.linalg.vector_norm(torch.stack(list(norms)))
+    return total
+
+
+def _scaled_norm(tensors: Sequence[Tensor]) -> Tensor:
+    """Divides by the largest element first, one tensor after the other."""
+    largest = torch.stack(list(torch._foreach_norm(list(tensors), torch.inf, dtype=torch.float32))).amax()
+    divisor = largest.clamp(min=torch.finfo(torch.float32).tiny)
+    norms = [torch.linalg.vector_norm(tensor.float() / divisor) for tensor in tensors]
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms)) * divisor
     return total

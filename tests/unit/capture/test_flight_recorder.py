@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import os
 import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -480,3 +482,36 @@ def test_bytes_become_the_same_flight_again() -> None:
 def test_bytes_that_are_no_flight_are_refused(content: bytes) -> None:
     with pytest.raises(ValueError, match="flight recorder"):
         decode(content)
+
+
+# --- The end of a process -------------------------------------------------------------------------------
+
+PROGRAM = """
+import os, signal, sys, torch, tbhooks
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+w = tbhooks.watch(model, sys.argv[1], every=100).flight_recorder(steps=16)
+for step in range(12):
+    optimizer.zero_grad()
+    loss = model(torch.ones(2, 4)).sum()
+    loss.backward()
+    optimizer.step()
+    w.log({"loss": loss})
+if sys.argv[2] == "exception":
+    raise ValueError("out of luck")
+os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [("exception", "exception ValueError: out of luck"), ("SIGTERM", "the process was terminated")],
+)
+def test_a_process_that_ends_by_an_exception_or_a_signal_dumps(tmp_path: Path, how: str, reason: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(tmp_path / "run"), how], capture_output=True, timeout=200, check=False
+    )
+    assert done.returncode in (1, -signal.SIGTERM)
+    (flight,) = tbhooks.runs.read(tmp_path / "run").flights
+    assert flight.reason == reason
+    assert [step for step in flight.steps.tolist() if step < 12] == list(range(12))

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tbhooks.capture.step.grad_norm import total_norm
+from tbhooks.reduction import torch_rows
 from tests.support import fake_device, reference
 
 pytestmark = pytest.mark.usefixtures("both_kernels")
@@ -63,3 +64,19 @@ def test_on_a_device_there_is_no_sync() -> None:
         assert record.syncs == 0
         assert not record.copies
     assert float(norm) == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize("has_float64", [True, False])
+@pytest.mark.parametrize("value", [1e-24, 1e-30, 1.0, 3e18, 1e30])
+def test_on_a_device_the_norm_neither_overflows_nor_vanishes(
+    monkeypatch: pytest.MonkeyPatch, value: float, has_float64: bool
+) -> None:
+    monkeypatch.setattr(torch_rows, "has_float64", lambda _: has_float64)
+    tensors = [torch.full((1000,), value), torch.full((7,), value)]
+    norm = total_norm([fake_device.put(tensor) for tensor in tensors])
+    assert float(norm) == pytest.approx(expected(tensors), rel=1e-6)
+
+
+def test_without_float64_the_norm_of_zeros_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_rows, "has_float64", lambda _: False)
+    assert float(total_norm([fake_device.put(torch.zeros(5))])) == 0.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -201,6 +201,7 @@ def test_temporaries_of_a_long_tensor_stay_those_of_one_part(with_buckets: bool)
     part = 1000
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(buffer, "PART", part)
+        patch.setattr(buffer, "MOST_PARTS", 10**9)
         tensor = fake_device.put(torch.randn(10 * part))
         recorder = recorder_on_device(tensor, with_buckets)
         with fake_device.Log() as log:
@@ -269,7 +270,7 @@ def parameter_step(parameters: int, **options: Any) -> tuple[int, fake_device.Lo
 
 @pytest.mark.parametrize(
     ("histograms", "most"),
-    [pytest.param(False, 60, marks=slow("histograms add to these")), (True, 80)],
+    [pytest.param(False, 75, marks=slow("histograms add to these")), (True, 95)],
 )
 def test_five_hundred_parameters_cost_as_many_launches_as_ten(histograms: bool, most: int) -> None:
     ten, _ = parameter_step(10, histograms=histograms)
@@ -334,3 +335,54 @@ def test_differences_and_quotients_together_are_those_of_wide_numbers(dtype: tor
     assert_same_stats(lambda name: getattr(frame["p", "update"], name), reference.to_numpy(difference))
     divided = reference.to_numpy(after.float() / 1024)
     assert_same_stats(lambda name: getattr(frame["p", "weight_gradient"], name), divided)
+
+
+def test_a_hundred_million_elements_take_few_launches() -> None:
+    parts = -(-100_000_000 // buffer.part_length(100_000_000))
+    assert parts * (ROW + BUCKETS + 2) <= 140  # one more for large tensors, and one for float16
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(buffer, "PART", 1000)
+        assert launches_of(fake_device.put(torch.randn(100_000)), with_buckets=True) == parts * (ROW + BUCKETS)
+
+
+@pytest.mark.parametrize("size", [1, 10, 1 << 20, 100_000_000, 1 << 31])
+def test_parts_are_no_longer_than_counts_are_exact(size: int) -> None:
+    assert buffer.PART <= buffer.part_length(size) <= histogram.MOST
+
+
+# --- Devices without float64 ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_float64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(torch_rows, "has_float64", lambda device: device.type == "cpu")
+    with fake_device.without_float64():
+        yield
+
+
+@pytest.mark.usefixtures("no_float64")
+def test_a_training_without_float64_loses_nothing() -> None:
+    on_device = zoo.moved(zoo.ZOO["cnn"], fake_device.to_device, fake_device.put)
+    made: list[tbhooks.Watch] = []
+
+    def before(model: nn.Module) -> nn.Module:
+        made.append(tbhooks.watch(model, every=1).per_channel("*"))
+        return model
+
+    zoo.plain_loop(on_device, 3, before, lambda *_: made[0].log({"loss": 1.0}))
+    made[0].close()
+    assert made[0].stats.errors == 0
+    assert len(made[0].history) == 3
+    for frame in made[0].history:
+        assert {site.kind for site in frame.sites} == set(KINDS)
+
+
+@pytest.mark.usefixtures("no_float64")
+@pytest.mark.parametrize(("mean", "std"), [(0.0, 1.0), (300.0, 0.01), (-1e4, 1.0)])
+def test_pairs_of_float32_keep_small_deviations_from_a_large_mean(mean: float, std: float) -> None:
+    torch.manual_seed(0)
+    tensor = torch.randn(200_000) * std + mean
+    reading, wide = reduced(fake_device.put(tensor)), tensor.double()
+    assert reading.mean == pytest.approx(wide.mean().item(), rel=1e-7, abs=1e-6 * std)
+    assert reading.std == pytest.approx(wide.std(correction=0).item(), rel=1e-5)
+    assert reading.count == 200_000

@@ -100,12 +100,14 @@ def test_a_tensor_read_in_parts_gives_the_same(
     whole = reduced(tensor)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(buffer, "PART", part)
+        patch.setattr(buffer, "MOST_PARTS", 10**9)
         assert_reduces(tensor)
         assert np.array_equal(reduced(tensor).counts, whole.counts)
 
 
 def test_a_long_tensor_takes_as_many_records_as_it_has_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buffer, "PART", 10)
+    monkeypatch.setattr(buffer, "MOST_PARTS", 10**9)
     monkeypatch.setattr(buffer, "MOST_COUNT", 10)  # the C kernel needs no temporaries, and so no smaller parts
     recorder = Recorder(KINDS)
     recorder.begin(with_buckets=False)

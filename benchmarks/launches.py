@@ -1,0 +1,191 @@
+"""How many kernels a logged step launches on a GPU for GPT-2 and Llama 7B, counted without one.
+
+The modules run on fake tensors, which gives the shapes of all activations; their gradients have the same. Triton's
+launches are counted where the package makes them, torch operations as they are dispatched. Copies are not launches:
+there is one to the host, and with Triton one of a table for each type of parameter, before and after the optimizer.
+
+"Before" is what was launched before parameters and rows were merged, computed from the launches for each tensor: with
+Triton two, and one or three more for an update; with torch operations 10 for each million elements; for small
+parameters together 20 a block.
+
+    python benchmarks/launches.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tbhooks.capture import recorder
+from tbhooks.reduction import batched, histogram, torch_rows, triton
+
+TABLE = Path(__file__).with_name("results") / "launches.md"
+SLOTS = histogram.SLOTS
+
+
+@dataclass
+class Shapes:
+    """What a logged step reads, on the meta device."""
+
+    activations: list[Tensor]
+    parameters: list[Tensor]
+
+    @property
+    def weights_and_gradients(self) -> list[Tensor]:
+        return self.parameters * 2
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations that start a kernel: no views, no allocations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_free = func.is_view or "empty" in func.__name__
+        self.count += 0 if is_free else 2 if "aminmax" in func.__name__ else 1
+        return func(*args, **(kwargs or {}))
+
+
+def launched(call: Callable[[], object]) -> int:
+    with Launches() as mode:
+        call()
+    return mode.count
+
+
+def gpt2() -> Shapes:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return shapes_of(lambda: GPT2LMHeadModel(GPT2Config()), torch.float32, (8, 1024))
+
+
+def llama() -> Shapes:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return shapes_of(lambda: LlamaForCausalLM(LlamaConfig()), torch.bfloat16, (4, 2048))
+
+
+def shapes_of(build: Callable[[], nn.Module], dtype: torch.dtype, batch: tuple[int, int]) -> Shapes:
+    found: dict[int, Tensor] = {}
+
+    def note(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        tensor = output if isinstance(output, Tensor) else next(iter(_values(output)), None)
+        if isinstance(tensor, Tensor) and tensor.is_floating_point():
+            found[id(tensor)] = tensor  # kept: what is passed on unchanged is read once
+
+    with FakeTensorMode(), torch.no_grad():
+        torch.set_default_dtype(dtype)
+        model = build()
+        torch.set_default_dtype(torch.float32)
+        for module in model.modules():
+            module.register_forward_hook(note)
+        model(torch.zeros(batch, dtype=torch.int64), use_cache=False)
+    return Shapes([_meta(tensor) for tensor in found.values()], [_meta(parameter) for parameter in model.parameters()])
+
+
+def _meta(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def _values(output: Any) -> Iterable[Any]:
+    return output.values() if isinstance(output, dict) else output if isinstance(output, tuple | list) else ()
+
+
+def by_triton(shapes: Shapes) -> int:
+    """Through the code that launches, with the launches themselves left out."""
+    count = 0
+
+    def launch(*_: object) -> None:
+        nonlocal count
+        count += 1
+
+    class Merge:
+        def __getitem__(self, _grid: Any) -> Callable[..., None]:
+            return lambda *_, **__: launch()
+
+    triton._kernels = SimpleNamespace(
+        PARTIALS=SimpleNamespace(value=8), SLOT=SimpleNamespace(value=3), merge_rows=Merge()
+    )
+    triton._launch = launch
+    scratch = triton.Scratch(torch.device("cpu"))
+    for _ in range(2):  # the second step has memory for as much as the first needed
+        count = 0
+        for tensor in shapes.activations * 2:  # and their gradients
+            scratch.reduce(triton.Job(tensor, None, None, 0, 0))
+        scratch.reduce_all([triton.Job(tensor, None, None, 0, 0) for tensor in shapes.weights_and_gradients])
+        scratch.reduce_all([triton.Job(tensor, tensor, None, 0, 0) for tensor in shapes.parameters])
+        scratch.merge()
+        scratch.forget()
+    return count
+
+
+def by_torch(shapes: Shapes) -> int:
+    total = sum(alone(tensor) for tensor in shapes.activations * 2)
+    small = [tensor for tensor in shapes.parameters if tensor.numel() <= batched.LENGTHS[-1]]
+    large = [tensor for tensor in shapes.parameters if tensor.numel() > batched.LENGTHS[-1]]
+    total += 3 * sum(alone(tensor) for tensor in large) + sum(1 + 2 * (t.itemsize < 4) for t in large)
+    for minus in (False, False, True):
+        wanted = [(0, tensor, tensor if minus else None, None) for tensor in small]
+        total += sum(map(together, batched.groups(wanted)))
+    return total
+
+
+def alone(tensor: Tensor) -> int:
+    parts = -(-tensor.numel() // recorder.part_length(tensor.numel()))
+    part = torch.empty(tensor.numel() // parts, dtype=tensor.dtype, device="meta")
+    counts = torch.empty(SLOTS, dtype=torch.int32, device="meta")
+
+    def reduce() -> None:
+        torch_rows.reduce(part, torch.float64)
+        histogram.add_counts(part, counts)
+
+    launched(reduce)  # makes what is made once
+    return parts * launched(reduce)
+
+
+def together(group: Any) -> int:
+    def reduce() -> None:
+        made = batched.block(group)
+        batched.reduce(made, torch.float64)
+        batched.count(made, [torch.empty(SLOTS, dtype=torch.int32, device="meta") for _ in group])
+
+    launched(reduce)
+    return launched(reduce)
+
+
+def before(shapes: Shapes, each: Callable[[Tensor], int]) -> int:
+    """`each` is what a tensor costs."""
+    small = [tensor for tensor in shapes.parameters if tensor.numel() <= batched.LENGTHS[-1]]
+    large = [tensor for tensor in shapes.parameters if tensor.numel() > batched.LENGTHS[-1]]
+    blocks = 3 * len(list(batched.groups([(0, tensor, None, None) for tensor in small])))
+    updates = sum(1 if tensor.itemsize >= 4 else 3 for tensor in large)
+    return sum(map(each, shapes.activations * 2)) + 3 * sum(map(each, large)) + updates + 20 * blocks
+
+
+def main() -> None:
+    lines = ["| launches of a logged step with histograms | tensors | before | now |", "|---|---|---|---|"]
+    for name, make in (("GPT-2, 8 x 1024 tokens, float32", gpt2), ("Llama 7B, 4 x 2048 tokens, bfloat16", llama)):
+        shapes = make()
+        tensors = 2 * len(shapes.activations) + 3 * len(shapes.parameters)
+        old = before(shapes, lambda tensor: 10 * -(-tensor.numel() // (1 << 20)))
+        lines.append(f"| {name}, torch operations | {tensors:,} | {old:,} | {by_torch(shapes):,} |")
+        old = before(shapes, lambda _: 2)
+        lines.append(f"| {name}, Triton | {tensors:,} | {old:,} | {by_triton(shapes):,} |")
+        lines.append(f"| {name}, Triton, parameters only | {3 * len(shapes.parameters):,} | "
+                     f"{before(Shapes([], shapes.parameters), lambda _: 2):,} | "
+                     f"{by_triton(Shapes([], shapes.parameters)):,} |")  # fmt: skip
+    TABLE.write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
