@@ -25,8 +25,9 @@ class KernelBuildHook(BuildHookInterface[Any]):
         """Leaves the library beside its source and has it packed, or says why not."""
         if self.target_name != "wheel":
             return
-        if version == "standard":  # findings in the tab link to it; in a checkout it is found where it is
-            build_data["force_include"][str(Path(self.root) / "docs" / "rules.md")] = "tbhooks/plugin/rules.md"
+        rules = Path(self.root) / "docs" / "rules.md"
+        if version == "standard" and rules.is_file():  # findings in the tab link to it; a checkout has it in docs/
+            build_data["force_include"][str(rules)] = "tbhooks/plugin/rules.md"
         # TBHOOKS_PURE=1 builds the wheel for platforms that no wheel with a kernel is built for.
         if os.environ.get("TBHOOKS_PURE") == "1" or not compile_kernel(Path(self.root)):
             return

@@ -51,8 +51,7 @@ class CaptureSession:
         self._rank, self._rank_group = context.rank, context.rank_group
         self._submit = submit
         self._report = report
-        self.raise_if_asked = raise_if_asked
-        """Raises the exception that the user has asked for (`on_nonfinite("raise")`), if there is one."""
+        self.raise_if_asked = raise_if_asked  # what the user has asked for with on_nonfinite("raise")
         self.schedule, self._bursts = schedule, bursts
         self._logged_steps = LoggedSteps(schedule, bursts, context)
         self.recorder = Recorder(kinds)

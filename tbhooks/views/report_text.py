@@ -78,6 +78,14 @@ def run_report(run: Run, width: int, *, all_rows: bool = False) -> list[Section]
     ]
 
 
+def _flights(run: Run) -> list[Section]:
+    """What the flight recorder has dumped, and what was left out."""
+    notes = [printable(str(flight)) for flight in run.flights]
+    if run.flights_left_out:
+        notes.append(printable(f"{len(run.flights_left_out)} more dumps were left out: {listed(run.flights_left_out)}"))
+    return [Section(f"flight recorder ({len(run.flights)})", notes=notes)] if notes else []
+
+
 def _sampled(run: Run) -> list[Section]:
     """A sentence about updates that are estimates."""
     sampled = report_data.sampled(run)
@@ -89,14 +97,6 @@ def _sampled(run: Run) -> list[Section]:
         f"because the device had too little memory for a copy of the weights: {listed(sorted(sampled), most=3)}"
     )
     return [Section("sampled updates", notes=[printable(note)])]
-
-
-def _flights(run: Run) -> list[Section]:
-    """What the flight recorder has dumped, and what was left out."""
-    notes = [printable(str(flight)) for flight in run.flights]
-    if run.flights_left_out:
-        notes.append(printable(f"{len(run.flights_left_out)} more dumps were left out: {listed(run.flights_left_out)}"))
-    return [Section(f"flight recorder ({len(run.flights)})", notes=notes)] if notes else []
 
 
 def _scalars(run: Run, width: int) -> list[Section]:

@@ -212,8 +212,8 @@ def test_modules_import_each_other_and_never_the_root(name: str) -> None:
 
 @every_module
 def test_only_the_hook_manager_registers_module_and_tensor_hooks(name: str) -> None:
-    # capture.compile.dynamo: inside the graph that is being compiled
-    if name not in ("capture.hooks.manager", "capture.compile.dynamo"):
+    # capture.compile.dynamo: inside the graph that is being compiled. cli.selftest.speed: hooks to compare with.
+    if name not in ("capture.hooks.manager", "capture.compile.dynamo", "cli.selftest.speed"):
         assert not names(name) & HOOKS
 
 
