@@ -101,9 +101,7 @@ class CaptureSession:
         self._open_step(self.clock.count)
 
     def stop(self, is_failing: bool = False) -> None:
-        """Ends capture and submits everything. If an exception ends the process or the `with` block (`is_failing`),
-        an interrupted step is submitted with what was recorded so far.
-        """
+        """Ends capture and submits everything; after an exception (`is_failing`) the interrupted step as well."""
         with self._report.guarded("closing"), self.clock.lock:
             self._step_is_over()
             # The other ranks have no interrupted step. Where forwards end steps, the last one is complete.

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tbhooks.capture.hooks.manager import hook_output
 from tbhooks.capture.recorder import Recorder
 from tbhooks.cli.bench import cuda_counters, timing
 from tbhooks.cli.bench.timing import HostTimer, Monitor, Timer, Variant, bare, watched
@@ -118,8 +119,13 @@ def _hand_written(model: nn.Module, _optimizer: torch.optim.Optimizer, _director
 
         return record
 
-    handles = [module.register_forward_hook(hook(name)) for name, module in model.named_modules()]
-    return Monitor(close=lambda: [handle.remove() for handle in handles])
+    handles = [hook_output(module, hook(name)) for name, module in model.named_modules()]
+
+    def close() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return Monitor(close=close)
 
 
 def _wandb(model: nn.Module, _optimizer: torch.optim.Optimizer, directory: Path) -> Monitor:
