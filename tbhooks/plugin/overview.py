@@ -67,11 +67,11 @@ def run_overview(
     """The card of a run: verdict with causes, what was watched and what not, its logged steps."""
     logged = list(steps)
     judged = verdict(stored, scalars, len(logged))
-    told = judged.to_dict()
-    for cause, entry in zip(judged.causes, told["causes"], strict=True):
+    verdict_data = judged.to_dict()
+    for cause, entry in zip(judged.causes, verdict_data["causes"], strict=True):
         entry["issues"] = [_entry(issue) for issue in cause.issues]
     return {
-        "verdict": told,
+        "verdict": verdict_data,
         "watched": [{"kind": kind.name, "sites": len(kind.sites)} for kind in run.kinds.values()],
         "unwatched": _unwatched(run),
         "steps": {"count": len(logged), "first": logged[0], "last": logged[-1]} if logged else {"count": 0},

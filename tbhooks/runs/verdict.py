@@ -156,9 +156,9 @@ def verdict(findings: Sequence[Finding], scalars: Mapping[str, Points], logged: 
     chains = tuple(cause.chain(scalars) for cause in found)
     urgent = [chain for cause, chain in zip(found, chains, strict=True) if cause.severity != "info"]
     if urgent:
-        told = [_arrow(chain) for chain in urgent[:2]]
-        more = len(urgent) - len(told)
-        sentence = "; ".join(told) + (f"; and {more} more" if more else "")
+        named = [_arrow(chain) for chain in urgent[:2]]
+        more = len(urgent) - len(named)
+        sentence = "; ".join(named) + (f"; and {more} more" if more else "")
         sentence = f"{'Problem' if level == 'error' else 'Warning'}: {sentence}."
     else:
         notes = len(found)

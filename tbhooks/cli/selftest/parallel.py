@@ -109,9 +109,9 @@ def processes(setup: Setup) -> Passed:
         with TemporaryDirectory() as directory:
             arguments = (way, backend, setup.device.type, _free_port(), directory)
             spawn(_rank, arguments, nprocs=2)  # type: ignore[no-untyped-call]
-            told = [(Path(directory) / str(rank)).read_text(encoding="utf-8") for rank in range(2)]
-        if any(told):
-            raise Failed(f"{way} with {backend}: {'; '.join(filter(None, told))}")
+            messages = [(Path(directory) / str(rank)).read_text(encoding="utf-8") for rank in range(2)]
+        if any(messages):
+            raise Failed(f"{way} with {backend}: {'; '.join(filter(None, messages))}")
     return Passed(f"DDP and FSDP2 with {backend} in two processes, merged without errors")
 
 

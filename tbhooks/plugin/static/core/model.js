@@ -10,7 +10,7 @@ import { domainOf, fitted, leastWidth } from "../map/view.js";
 
 const ROWS_AT_FIRST = [8, 60];
 const MOST_WITHOUT_ROLES = 60;
-const DENSE = 240; // rows that can still be told apart if all of them have to fit
+const DENSE = 240; // rows that can still be distinguished if all of them have to fit
 
 /** Sites of all runs: those of the first, then those that only others have. */
 function unitedSites([first, ...others]) {

@@ -5,7 +5,7 @@ const FIRST_STAT = { gradient: "norm", weight: "norm", weight_gradient: "norm", 
 const FRESH = 60;
 const DAY = 86_400;
 
-/** "weight gradient", "activation (evaluation)", "activation by channel"; any other prefix is told alike. */
+/** "weight gradient", "activation (evaluation)", "activation by channel"; any other prefix is written the same way. */
 export function kindWords(kind) {
   const part = /^(?!eval\.)([a-z_]+)\.(.+)$/.exec(kind);
   if (part) return `${kindWords(part[2])} by ${part[1].replaceAll("_", " ")}`;
