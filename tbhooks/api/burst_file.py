@@ -11,9 +11,9 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from tbhooks.data.remote import is_remote
 from tbhooks.sinks import Sink
 from tbhooks.sinks.jsonl import JsonlSink
-from tbhooks.sinks.remote import is_remote
 
 NAME = "tbhooks-burst"
 # The most digits of a number of steps.

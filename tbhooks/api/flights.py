@@ -25,10 +25,10 @@ from tbhooks.data.artifacts import Artifact, FlightsLeftOut
 from tbhooks.data.errors import ArgumentError, check_integer, check_names
 from tbhooks.data.flights import Flight
 from tbhooks.data.frame import Finding, Frame
+from tbhooks.data.remote import is_remote
 from tbhooks.data.self_report import describe_exception
 from tbhooks.delivery.worker import Worker
 from tbhooks.distributed.flights import FlightExchange
-from tbhooks.sinks.remote import is_remote
 
 # With fewer steps there is nothing to compare with.
 FEWEST_STEPS = 8

@@ -14,7 +14,7 @@ from torch import distributed, nn
 from tbhooks.capture import sharded_tensors
 from tbhooks.capture.packed_step import PackedStep
 from tbhooks.capture.step_table import MergedStep, StepTable
-from tbhooks.data.ranks import rank_and_world
+from tbhooks.data.process_rank import rank_and_world
 from tbhooks.data.self_report import Report
 
 

@@ -1,12 +1,10 @@
-"""The rank of this process as torchrun announces it, and how far the ranks of a job differ.
+"""How far the ranks of a job differ: for each statistic of a site its minimum, maximum and median over the ranks.
 
-The spread of a statistic is its minimum, maximum and median over the ranks. Its size does not depend on their number.
-NumPy only, so that both work before there is a process group and where there is no torch.
+NumPy only. The size does not depend on the number of ranks.
 """
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,13 +16,6 @@ from tbhooks.data.stats import STATS, Floats
 SPREAD_STATS = tuple(name for name in STATS if name != "ratio")
 """The statistics that ranks are compared by. The ratio of an update is known for the whole parameter only."""
 FIELDS = ("min", "min_rank", "max", "max_rank", "median", "ranks")
-
-
-def rank_and_world() -> tuple[int, int]:
-    """The rank of this process and the number of processes, from the environment variables that torchrun sets."""
-    # torchrun sets both: RANK alone means nothing.
-    rank, world = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
-    return (int(rank), int(world)) if rank.isdecimal() and world.isdecimal() and int(world) > 1 else (0, 1)
 
 
 @dataclass(frozen=True, slots=True)

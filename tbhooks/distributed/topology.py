@@ -27,7 +27,7 @@ from tbhooks.capture.rank_context import RankContext
 from tbhooks.capture.step_table import MergedStep, StepTable
 from tbhooks.data.errors import ArgumentError
 from tbhooks.data.patching import wrapping
-from tbhooks.data.ranks import rank_and_world
+from tbhooks.data.process_rank import rank_and_world
 from tbhooks.data.self_report import Report, describe_exception
 from tbhooks.distributed import handshake, merge
 from tbhooks.distributed.merge import Reader, Writer

@@ -10,12 +10,12 @@ from tbhooks.data.errors import ArgumentError, similar
 from tbhooks.data.findings import Issue, first_of_each, issues
 from tbhooks.data.flights import Flight
 from tbhooks.data.frame import Finding, Frame
+from tbhooks.data.remote import local
 from tbhooks.runs.event_records import Progress, records, size_of
 from tbhooks.runs.reader import RunReader, starts_with_frame
 from tbhooks.runs.scalars import Series
 from tbhooks.runs.state import State, state_of
 from tbhooks.runs.verdict import Verdict, verdict
-from tbhooks.sinks.remote import local
 
 EVENT_FILES, FRAME_FILES = "*tfevents*", "*.jsonl"
 _PLUGIN_NAME = b"tbhooks"

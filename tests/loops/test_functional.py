@@ -123,7 +123,7 @@ def test_entropy_and_largest_logit_of_attention_equal_float64(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     case, sites = ATTENDING[name]
-    trace, watching = watched(case, 2, writer=tmp_path)
+    trace, watching = watched(case, 2, writer=tmp_path, scalars="core")
     kept = Attention(monkeypatch)
     assert trace == zoo.train(case, 2)
     assert len(kept.logits) == 2 * len(sites)

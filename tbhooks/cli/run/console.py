@@ -15,8 +15,8 @@ from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from tbhooks.data.remote import is_remote
 from tbhooks.data.self_report import logger
-from tbhooks.sinks.remote import is_remote
 
 PREFIX = "tbhooks: "
 # The most lines in so many seconds; further ones are only counted.

@@ -279,7 +279,9 @@ def test_the_document_has_its_keys_and_no_nan(tmp_path: Path) -> None:
     given.append(make_frame(2, {Site("x", "activation", "[0]"): [math.nan]}))
     done = said("report", write_run(tmp_path, *given), "--json")
     told = json.loads(done.stdout, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
-    assert set(told) == {"version", "run", "steps", "evaluations", "scalars", "sites", "findings", "problems"}
+    assert set(told) == {
+        "version", "run", "steps", "evaluations", "scalars", "sites", "findings", "problems", "flights",
+    }  # fmt: skip
     assert told["steps"] == {"first": 0, "last": 2, "logged": 3}
     assert told["scalars"]["train/loss"] == {
         "count": 2, "first": 1.0, "last": "nan", "min": 1.0, "max": 1.0, "last_step": 1,

@@ -165,10 +165,11 @@ CONTENT_TYPES = {".js": "text/javascript", ".css": "text/css"}
 
 
 def test_every_file_that_a_script_or_the_entry_refers_to_is_there() -> None:
+    reference = re.compile(r'(?:from |URL\(|href=|src=)["`]([^"`#]+\.(?:js|css|html))')
     referred = {
-        (script.parent / name).resolve()
-        for script in STATIC.rglob("*.js")
-        for name in re.findall(r'(?:from|URL\() ?"([^"]+\.(?:js|css))"', script.read_text(encoding="utf-8"))
+        (source.parent / name).resolve()
+        for source in (*STATIC.rglob("*.js"), *STATIC.rglob("*.html"))
+        for name in reference.findall(source.read_text(encoding="utf-8"))
     }
     files = {path.resolve() for path in STATIC.rglob("*") if path.is_file()}
     assert referred <= files

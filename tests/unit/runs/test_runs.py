@@ -459,7 +459,7 @@ def test_find_lists_every_run_below(tmp_path: Path) -> None:
 
 def test_a_directory_that_is_missing_empty_or_holds_runs_below_is_refused_with_what_is_there(tmp_path: Path) -> None:
     write_run(tmp_path / "digits", make_frame(0))
-    with pytest.raises(ArgumentError, match=r"no directory '.*digit': .* did you mean 'digits'"):
+    with pytest.raises(ArgumentError, match=r"no directory '.*digit': did you mean '.*digits'"):
         runs.read(tmp_path / "digit")
     with pytest.raises(ArgumentError, match=r"below it: .*digits"):
         runs.read(tmp_path)
@@ -544,7 +544,9 @@ def test_a_file_cut_at_any_byte_keeps_every_step_before_the_cut(tmp_path: Path, 
         if cut in ends:
             assert run.problems == []
         else:
-            assert run.problems == [f"x.tfevents: cut short at byte {starts[whole]}, the last step may be missing"]
+            cut_short = f"x.tfevents: cut short at byte {starts[whole]}, the last step may be missing"
+            nothing = "x.tfevents: not an event file, or cut short before its first record"
+            assert run.problems == [cut_short] or (whole == 0 and run.problems == [nothing])
 
 
 def test_a_flipped_bit_anywhere_costs_its_own_record_and_at_most_what_follows(tmp_path: Path, small: bytes) -> None:

@@ -48,7 +48,7 @@ def test_the_list_it_gives_is_the_readers_own() -> None:
 
 @pytest.mark.parametrize("limit", [0, -1, 1.5, "3"])
 def test_a_limit_that_is_none_is_refused(limit: object) -> None:
-    with pytest.raises(ArgumentError, match="limit is a whole number"):
+    with pytest.raises(ArgumentError, match="limit must be an integer >= 1"):
         MemorySink(limit)  # type: ignore[arg-type]
 
 
