@@ -243,6 +243,8 @@ def test_stats_of_known_values() -> None:
         "min": -4.0,
         "max": 3.0,
         "abs_max": 4.0,
+        "skewness": pytest.approx((-330 / 81) / (222 / 27) ** 1.5, rel=1e-14),
+        "kurtosis": pytest.approx(1.5, rel=1e-14),
     }
 
 
