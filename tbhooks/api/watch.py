@@ -27,7 +27,7 @@ from tbhooks.data.self_report import Report
 from tbhooks.delivery.worker import Worker
 from tbhooks.distributed.handshake import describe
 from tbhooks.distributed.topology import MERGE, RANKS, is_in_job, join, restarts
-from tbhooks.reduction import triton
+from tbhooks.reduction import cpu, triton
 from tbhooks.sinks import HasSteps, Sink
 
 __all__ = ["Watch", "unwatch", "watch"]
@@ -35,6 +35,10 @@ __all__ = ["Watch", "unwatch", "watch"]
 KERAS = (
     "this is a Keras model: its layers and optimizers are not torch's. Only the whole model and its parameters are "
     "captured, without updates, and each forward counts as a step"
+)
+OLD_KERNEL = (
+    "the C kernel is not used, so torch operations, which are slower, reduce CPU tensors: {}. Build it again with "
+    "`pip install --force-reinstall --no-deps tbhooks`, or `pip install --editable .` in a checkout"
 )
 
 
@@ -121,6 +125,8 @@ def _start(
     watching = Watch(session, worker, life, actions, history, kinds, make_sinks)
     if any(kind.__module__.partition(".")[0] == "keras" for kind in type(model).__mro__):
         report.log_once(KERAS)
+    if cpu.failure:
+        report.log_once(OLD_KERNEL.format(cpu.failure))
     if life.is_active:
         triton.prepare_for(model.parameters())
         life.start()

@@ -71,7 +71,8 @@ class Stats:
     skipped: int
     """Optimizer steps that a GradScaler skipped because of infinite gradients."""
     kernel: str
-    """What reduces CPU tensors: "C", or "torch" where the package was built without a compiler."""
+    """What reduces CPU tensors: "C", or "torch" where the package was built without a compiler. "torch: " and the
+    reason where the library that was built cannot be used."""
     device_kernel: str
     """What reduces CUDA tensors: "triton" or "torch", followed by the error if Triton failed."""
 

@@ -29,13 +29,16 @@ Job = tuple[Address, Address, Address, int, int, Address, Address]
 """The struct Job of kernel.c: data, minus, copy, size, type, row, counts."""
 
 
-def _load(path: Path) -> ctypes.CDLL | None:
+def _load(path: Path) -> tuple[ctypes.CDLL | None, str]:
+    """The library, or None and why a library that exists is not used."""
+    if not path.exists():
+        return None, ""
     try:
         library = ctypes.CDLL(str(path))
-        if library.tbhooks_abi() != ABI:
-            return None
-    except (OSError, AttributeError):
-        return None
+        if (version := library.tbhooks_abi()) != ABI:
+            return None, f"{path} is of version {version}, and this tbhooks needs version {ABI}"
+    except (OSError, AttributeError) as problem:
+        return None, f"{path} cannot be loaded: {problem}"
     address, number = ctypes.c_void_p, ctypes.c_int64
     library.tbhooks_reduce.argtypes = (address, number, number, address, address, number)
     library.tbhooks_reduce_all.argtypes = (address, number, number)
@@ -43,7 +46,7 @@ def _load(path: Path) -> ctypes.CDLL | None:
     library.tbhooks_use.argtypes = (address,)
     library.tbhooks_use.restype = None
     library.tbhooks_use(_threads_of_torch())
-    return library
+    return library, ""
 
 
 def _threads_of_torch() -> Address | None:
@@ -54,12 +57,14 @@ def _threads_of_torch() -> Address | None:
         return None
 
 
-library = _load(LIBRARY)
+library, failure = _load(LIBRARY)
 
 
 def name() -> str:
-    """What reduces CPU tensors here: "C" or "torch"."""
-    return "torch" if library is None else "C"
+    """What reduces CPU tensors here: "C", or "torch", followed by the reason if there is a library that is not used."""
+    if library is not None:
+        return "C"
+    return f"torch: {failure}" if failure else "torch"
 
 
 def can_read(tensor: Tensor) -> bool:

@@ -160,7 +160,9 @@ def test_an_exception_of_a_module_shows_the_frames_that_python_shows(tmp_path: P
 
 
 def test_a_real_interrupt_ends_it_as_it_ends_python(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text("import time\nprint('here', flush=True)\ntime.sleep(30)\n")
+    # Tests that run in the background inherit that SIGINT is ignored.
+    handled = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    (tmp_path / "script.py").write_text(f"{handled}import time\nprint('here', flush=True)\ntime.sleep(30)\n")
     endings = []
     for words in ([], ["-m", "tbhooks", "run"]):
         process = subprocess.Popen(

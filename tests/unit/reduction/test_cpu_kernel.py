@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import tbhooks
 from tbhooks.data import stats
 from tbhooks.data.stats import WIDTH
 from tbhooks.reduction import cpu, histogram, torch_rows
@@ -376,13 +377,30 @@ def test_instructions_for_each_element(dtype: int, with_buckets: int, most: floa
 
 
 def test_a_library_of_another_version_is_not_used(tmp_path: Path) -> None:
-    assert cpu._load(tmp_path / "missing.so") is None
+    assert cpu._load(tmp_path / "missing.so") == (None, "")
     (tmp_path / "broken.so").write_bytes(b"not a library")
-    assert cpu._load(tmp_path / "broken.so") is None
-    source = tmp_path / "old.c"
+    library, why = cpu._load(tmp_path / "broken.so")
+    assert library is None
+    assert why.startswith(f"{tmp_path / 'broken.so'} cannot be loaded: ")
+    source, old = tmp_path / "old.c", tmp_path / "old.so"
     source.write_text("int tbhooks_abi(void) { return 0; }")
-    subprocess.run(["cc", "-shared", "-fPIC", str(source), "-o", str(tmp_path / "old.so")], check=True)
-    assert cpu._load(tmp_path / "old.so") is None
+    subprocess.run(["cc", "-shared", "-fPIC", str(source), "-o", str(old)], check=True)
+    assert cpu._load(old) == (None, f"{old} is of version 0, and this tbhooks needs version {cpu.ABI}")
+
+
+def test_a_library_that_is_left_from_another_version_is_reported_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "_kernel.so").write_bytes(b"not a library")
+    library, why = cpu._load(tmp_path / "_kernel.so")
+    monkeypatch.setattr(cpu, "library", library)
+    monkeypatch.setattr(cpu, "failure", why)
+    with caplog.at_level("WARNING", logger="tbhooks"), tbhooks.watch(torch.nn.Linear(2, 1)) as w:
+        assert w.stats.kernel == f"torch: {why}"
+        assert [record.message for record in caplog.records] == list(w.stats.messages)
+    (message,) = w.stats.messages
+    assert why in message
+    assert "torch operations" in message
 
 
 @pytest.mark.usefixtures("two_threads")
