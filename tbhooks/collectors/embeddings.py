@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from tbhooks.capture import selection
 from tbhooks.capture.hooks.collectors import guarded
+from tbhooks.capture.hooks.passes import Pass
 from tbhooks.capture.packed_step import Attached, Read
 from tbhooks.capture.recorder import Recorder
 from tbhooks.data.artifacts import Artifact, Embedding
@@ -96,6 +97,11 @@ class Rows(NamedTuple):
     labels: Any
     thumbnails: Any
 
+    def first(self, count: int) -> Rows:
+        """The first of these samples."""
+        labels, thumbnails = (None if part is None else part[:count] for part in self[1:])
+        return Rows(self.points[:count], labels, thumbnails)
+
 
 class EmbeddingCollector:
     """Collects samples of the outputs of selected layers."""
@@ -109,7 +115,10 @@ class EmbeddingCollector:
         self._chosen: set[str] = set()
         self._reservoirs: dict[str, Reservoir] = {}
         self._logged = 0
-        self._collected: dict[str, list[Rows]] = {}
+        self._samples_of_a_step = min(most, MOST_OF_A_STEP)
+        # Of each layer, by forward: some of them may turn out to be unused by any backward.
+        self._collected: dict[str, dict[Pass | None, list[Rows]]] = {}
+        self._forward: Pass | None = None
         # Whether a selected layer has run since the model was called.
         self._has_run = False
 
@@ -126,8 +135,16 @@ class EmbeddingCollector:
         return self._labels, self._thumbnails
 
     def begin(self) -> None:
-        self._collected = {}
+        self._collected, self._forward = {}, None
         self._forget_inputs()
+
+    def in_forward(self, forward: Pass) -> None:
+        self._forward = forward
+
+    def drop(self, forwards: Set[Pass]) -> None:
+        for by_forward in self._collected.values():
+            for forward in forwards & by_forward.keys():
+                del by_forward[forward]
 
     def _forget_inputs(self) -> None:
         self._has_run = False
@@ -155,16 +172,25 @@ class EmbeddingCollector:
                 f"embeddings/{name}", f"embeddings require floating-point tensors (got {describe(tensor)})"
             )
             return
-        earlier = self._collected.setdefault(name, [])
+        by_forward = self._collected.setdefault(name, {})
         batch = tensor.detach() if tensor.dim() > 1 else tensor.detach()[None]
-        taken = min(len(batch), min(self._most, MOST_OF_A_STEP) - sum(len(rows.points) for rows in earlier))
+        used = (rows for forward, rows in by_forward.items() if forward is self._forward or _is_used(forward))
+        taken = min(len(batch), self._samples_of_a_step - sum(map(_count, used)))
         if taken > 0 and batch.numel():
             with torch.no_grad(), torch.autocast(batch.device.type, enabled=False):
                 more = (
                     self._more(source, cut, len(batch), taken)
                     for source, cut in zip(self._sources, (_first, _small), strict=True)
                 )
-                earlier.append(Rows(pooled(batch[:taken]), *more))
+                by_forward.setdefault(self._forward, []).append(Rows(pooled(batch[:taken]), *more))
+            self._limit(by_forward)
+
+    def _limit(self, by_forward: dict[Pass | None, list[Rows]]) -> None:
+        """Bounds the memory of forwards that no backward has gone through yet: the first and the latest are kept."""
+        waiting = [forward for forward in by_forward if not _is_used(forward)]
+        for forward in waiting[1:-1]:
+            if sum(_count(by_forward[each]) for each in waiting[1:] if each in by_forward) > self._samples_of_a_step:
+                del by_forward[forward]
 
     def _more(self, source: Source | None, cut: Cut, size: int, taken: int) -> Any:
         if source is not None:
@@ -187,8 +213,8 @@ class EmbeddingCollector:
         self.forget()  # first, because a watch may be closed from another thread while modules run
         attached = [
             (name, [_attached(part, recorder) for part in (rows.points, rows.labels, rows.thumbnails)])
-            for name, several in collected.items()
-            for rows in several
+            for name, by_forward in collected.items()
+            for rows in _samples(by_forward, self._samples_of_a_step)
         ]
         if attached:
             recorder.artifact(guarded(partial(self._keep, attached, is_due), self._report, "embeddings"))
@@ -222,6 +248,22 @@ def of_model(
         for what, each in zip(("labels", "thumbnails"), given, strict=True)
     )
     return EmbeddingCollector(selection.choice("pattern", pattern, model), (labels, thumbnails), every, most, report)
+
+
+def _is_used(forward: Pass | None) -> bool:
+    return forward is None or bool(forward.reached_by)
+
+
+def _count(several: Iterable[Rows]) -> int:
+    return sum(len(rows.points) for rows in several)
+
+
+def _samples(by_forward: Mapping[Pass | None, Iterable[Rows]], most: int) -> Iterator[Rows]:
+    """The first samples of all forwards."""
+    for rows in (rows for several in by_forward.values() for rows in several):
+        if most > 0:
+            yield rows.first(most)
+        most -= len(rows.points)
 
 
 def pooled(batch: Tensor) -> Tensor:

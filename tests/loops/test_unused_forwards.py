@@ -497,13 +497,13 @@ def test_units_are_not_alive_because_of_a_forward_without_backward(unused: str, 
 @pytest.mark.parametrize("when", ["before", "between", "after"])
 @pytest.mark.parametrize("unused", UNUSED)
 def test_collectors_leave_out_forwards_without_backward(unused: str, when: str) -> None:
-    """Channels have the numbers of the training forwards, and images show the first of them."""
+    """Channels and embeddings have those of the training forwards, and images show the first of them."""
     sinks = []
     for runs_unused in (False, True):
         torch.manual_seed(0)
         model, sink = mlp(), tbhooks.MemorySink()
         optimizer = sgd(model)
-        with tbhooks.watch(model, sink, every=1).per_channel("0").images("0") as watching:
+        with tbhooks.watch(model, sink, every=1).per_channel("0").images("0").embeddings("0", every=1) as watching:
             for step in range(3):
                 if when == "before" and runs_unused:
                     UNUSED[unused](model)
@@ -519,8 +519,8 @@ def test_collectors_leave_out_forwards_without_backward(unused: str, when: str) 
         assert watching.stats.errors == 0, watching.stats.messages
         sinks.append(sink)
     alone, mixed = ([artifact for frame in sink.frames for artifact in frame.artifacts] for sink in sinks)
-    assert len(alone) == len(mixed) > 6
+    assert len(alone) == len(mixed) > 9
     for expected, got in zip(alone, mixed, strict=True):
         assert type(expected) is type(got)
-        for name in ("values", "counts", "pixels"):
+        for name in ("values", "counts", "pixels", "points"):
             np.testing.assert_array_equal(getattr(got, name, 0), getattr(expected, name, 0))

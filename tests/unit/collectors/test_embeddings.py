@@ -156,6 +156,35 @@ def test_at_most_so_many_points_are_kept_and_taken() -> None:
     assert [len(found["encoder"].points) for found in steps] == [256] * 3
 
 
+@pytest.mark.parametrize("when", ["before", "between"])
+def test_points_of_rollouts_leave_room_for_those_of_training_and_are_not_piled_up(when: str) -> None:
+    model, most = Net(), 8
+    kept, seen = tbhooks.MemorySink(), []
+    watching = tbhooks.watch(model, kept, every=1).embeddings("encoder", every=1, most=most)
+    (gathering,) = watching._session.observer.collectors._all
+
+    def roll_out() -> None:
+        for _ in range(9):
+            with torch.no_grad():
+                model(torch.randn(5, 4) + 100)
+            waiting = gathering._collected["encoder"].values()
+            seen.append(sum(len(rows.points) for several in waiting for rows in several))
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    if when == "before":
+        roll_out()
+    loss = model(torch.randn(6, 4))
+    points = model.last.detach().double().numpy()
+    if when == "between":
+        roll_out()
+    loss.backward()
+    optimizer.step()
+    watching.close()
+    (frame,) = kept.frames
+    np.testing.assert_array_equal(embeddings_of(frame)["encoder"].points, points)
+    assert max(seen) <= 2 * most
+
+
 def test_every_point_is_as_likely_to_stay() -> None:
     stayed = np.zeros(200)
     reservoir = Reservoir(20)
