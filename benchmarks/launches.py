@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tbhooks.capture import recorder
+from tbhooks.capture.recording import recorder
 from tbhooks.reduction import batched, histogram, torch_rows, triton
 
 TABLE = Path(__file__).with_name("results") / "launches.md"

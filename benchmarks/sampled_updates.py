@@ -1,10 +1,10 @@
 """How far an update's norm estimated from a sample is from the exact one, on real trainings.
 
 Trains a language model on English text (the documentation in Python's standard library) and a classifier of digits,
-with AdamW, SGD and Adagrad; at some steps the update of every weight larger than the sample is
-computed from all elements in float64, and from the sample that `tbhooks.capture.step.weight_sample` takes. Both come
-from the same step, so the difference is the error of sampling alone. Embeddings are left out unless `--embeddings` is
-given: tbhooks never samples them, because the error is large.
+with AdamW, SGD and Adagrad; at some steps the update of every weight larger than the sample is computed from all
+elements in float64, and from the sample that `tbhooks.capture.parameters.weight_sample` takes. Both come from the same
+step, so the difference is the error of sampling alone. Embeddings are left out unless `--embeddings` is given: tbhooks
+never samples them, because the error is large.
 
     python benchmarks/sampled_updates.py [--steps 61] [--sizes 4096 16384 65536] [--embeddings]
 """
@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tbhooks.capture.step import weight_sample
+from tbhooks.capture.parameters import weight_sample
 
 VOCABULARY, LENGTH, BATCH = 4096, 64, 8
 FEWEST_STEPS = 2

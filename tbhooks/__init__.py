@@ -8,7 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from tbhooks.data.errors import ArgumentError, ClosedError, FindingError, TbhooksError, UnknownSiteError
-from tbhooks.data.taps import tap
+from tbhooks.data.process.taps import tap
 
 if TYPE_CHECKING:
     from tbhooks import integrations, rules, runs, sinks

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tbhooks.data.remote import is_remote
+from tbhooks.data.process.remote import is_remote
 from tbhooks.sinks import Sink
 from tbhooks.sinks.jsonl import JsonlSink
 

@@ -25,7 +25,7 @@ from tbhooks.data import stats
 from tbhooks.data.artifacts import Artifact, RunEnded
 from tbhooks.data.errors import ArgumentError, check_integer, check_names, invalid_argument
 from tbhooks.data.frame import Frame
-from tbhooks.data.remote import is_remote
+from tbhooks.data.process.remote import is_remote
 from tbhooks.data.self_report import Report, Stats
 from tbhooks.delivery.worker import Worker
 from tbhooks.drawing.model_table import Summary

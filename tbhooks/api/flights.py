@@ -22,10 +22,10 @@ from tbhooks.capture.flight.rows import FlightCopy
 from tbhooks.capture.session import CaptureSession
 from tbhooks.data import stats
 from tbhooks.data.artifacts import Artifact, FlightsLeftOut
+from tbhooks.data.artifacts.flights import Flight
 from tbhooks.data.errors import ArgumentError, check_integer, check_names
-from tbhooks.data.flights import Flight
 from tbhooks.data.frame import Finding, Frame
-from tbhooks.data.remote import is_remote
+from tbhooks.data.process.remote import is_remote
 from tbhooks.data.self_report import describe_exception
 from tbhooks.delivery.worker import Worker
 from tbhooks.distributed.flights import FlightExchange

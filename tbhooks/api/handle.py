@@ -18,10 +18,10 @@ from tbhooks.capture.compile.dynamo import dynamo_disable
 from tbhooks.capture.session import CaptureSession
 from tbhooks.capture.step import evaluation
 from tbhooks.collectors import channels, embeddings, images
+from tbhooks.data.artifacts.flights import Flight
 from tbhooks.data.display import LiveView, display, mimebundle
 from tbhooks.data.errors import ArgumentError, check_integer
 from tbhooks.data.findings import Findings
-from tbhooks.data.flights import Flight
 from tbhooks.data.frame import Finding, Frame
 from tbhooks.data.history import History
 from tbhooks.data.self_report import Stats

@@ -24,13 +24,13 @@ from tbhooks.capture.autograd import in_backward, is_traced, without_dispatch_mo
 from tbhooks.capture.compile.dynamo import dynamo_disable
 from tbhooks.capture.hooks.hook_types import ForwardHook
 from tbhooks.capture.hooks.observer import Observer
+from tbhooks.capture.parameters.parameter_reader import ParameterReader
 from tbhooks.capture.preserve_state import preserved, without_gradients
-from tbhooks.capture.recorder import Recorder
+from tbhooks.capture.recording.recorder import Recorder
 from tbhooks.capture.selection import Selector
 from tbhooks.capture.session import CaptureSession
 from tbhooks.capture.step.nan_replay import run_eagerly
 from tbhooks.capture.step.optimizer_round import GroupNumbers
-from tbhooks.capture.step.parameters import ParameterReader
 from tbhooks.data import stats
 from tbhooks.data.errors import ArgumentError, invalid_argument, nearest
 from tbhooks.data.frame import Frame

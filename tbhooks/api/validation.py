@@ -11,8 +11,8 @@ from torch import Tensor
 
 from tbhooks.capture.scalars.step_samples import SampleCall
 from tbhooks.data.artifacts import Hyperparameters
+from tbhooks.data.artifacts.samples import SampleId, as_id
 from tbhooks.data.errors import ArgumentError, check_integer, invalid_argument, quoted
-from tbhooks.data.samples import SampleId, as_id
 
 
 def histograms(value: Any) -> bool | int:

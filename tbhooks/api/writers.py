@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import nn
 
-from tbhooks.data import remote
 from tbhooks.data.errors import invalid_argument
-from tbhooks.data.remote import is_remote
+from tbhooks.data.process import remote
+from tbhooks.data.process.remote import is_remote
 from tbhooks.sinks import Sink
 from tbhooks.sinks.memory import FunctionSink
 from tbhooks.sinks.scalar_selection import scalar_table

@@ -16,7 +16,7 @@ from torch import nn
 
 from tbhooks.capture.autograd import capture_check
 from tbhooks.data.frame import ROOT
-from tbhooks.data.patching import wrapping
+from tbhooks.data.process.patching import wrapping
 from tbhooks.data.self_report import Report
 
 CAPTURED = (

@@ -12,9 +12,9 @@ from typing import Protocol
 from torch import distributed, nn
 
 from tbhooks.capture import sharded_tensors
-from tbhooks.capture.packed_step import PackedStep
-from tbhooks.capture.step_table import MergedStep, StepTable
-from tbhooks.data.process_rank import rank_and_world
+from tbhooks.capture.recording.packed_step import PackedStep
+from tbhooks.capture.recording.step_table import MergedStep, StepTable
+from tbhooks.data.process.rank import rank_and_world
 from tbhooks.data.self_report import Report
 
 

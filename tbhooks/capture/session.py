@@ -20,9 +20,10 @@ from tbhooks.capture.flight.recorder import FlightRecorder
 from tbhooks.capture.hooks.collectors import Profiles
 from tbhooks.capture.hooks.forward_event import ForwardEvent, Subscription
 from tbhooks.capture.hooks.observer import Observer
-from tbhooks.capture.packed_step import PackedStep
+from tbhooks.capture.parameters.parameter_reader import ParameterReader
 from tbhooks.capture.rank_context import RankContext
-from tbhooks.capture.recorder import Recorder
+from tbhooks.capture.recording.packed_step import PackedStep
+from tbhooks.capture.recording.recorder import Recorder
 from tbhooks.capture.scalars.step_samples import SampleCall, StepSamples
 from tbhooks.capture.scalars.step_scalars import StepScalars
 from tbhooks.capture.schedule import Bursts, LoggedSteps, Schedule
@@ -34,7 +35,6 @@ from tbhooks.capture.step.nan_replay import Replay
 from tbhooks.capture.step.nonfinite_tripwire import Tripwire
 from tbhooks.capture.step.optimizer_round import GroupNumbers
 from tbhooks.capture.step.packing import Packer
-from tbhooks.capture.step.parameters import ParameterReader
 from tbhooks.capture.step.step import Step
 from tbhooks.data.self_report import Report
 

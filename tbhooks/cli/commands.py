@@ -16,7 +16,7 @@ import tbhooks
 from tbhooks import rules, runs
 from tbhooks.api import burst_file
 from tbhooks.data.errors import check_integer
-from tbhooks.data.remote import local
+from tbhooks.data.process.remote import local
 from tbhooks.drawing.text import printable
 from tbhooks.runs import compare, report_data
 from tbhooks.runs.run import check_run, every_run, one_run

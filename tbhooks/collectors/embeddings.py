@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from tbhooks.capture import selection
 from tbhooks.capture.hooks.collectors import guarded
 from tbhooks.capture.hooks.passes import Pass
-from tbhooks.capture.packed_step import Attached, Read
-from tbhooks.capture.recorder import Recorder
+from tbhooks.capture.recording.packed_step import Attached, Read
+from tbhooks.capture.recording.recorder import Recorder
 from tbhooks.data.artifacts import Artifact, Embedding
 from tbhooks.data.errors import ArgumentError, nearest, quoted
 from tbhooks.data.frame import ROOT

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from tbhooks.capture import schedule, selection, sharded_tensors
 from tbhooks.capture.hooks.collectors import guarded
 from tbhooks.capture.hooks.passes import Pass
-from tbhooks.capture.packed_step import Attached, Read
-from tbhooks.capture.recorder import Recorder, storage_is_freed
+from tbhooks.capture.recording.packed_step import Attached, Read
+from tbhooks.capture.recording.recorder import Recorder, storage_is_freed
 from tbhooks.capture.selection import Matcher
 from tbhooks.collectors import image_tiles
 from tbhooks.collectors.image_tiles import Tiles

@@ -14,8 +14,8 @@ from torch.nn.parameter import is_lazy
 
 from tbhooks.capture import selection
 from tbhooks.capture.hooks.collectors import Collectors, guarded
-from tbhooks.capture.packed_step import Read
-from tbhooks.capture.recorder import Recorder
+from tbhooks.capture.recording.packed_step import Read
+from tbhooks.capture.recording.recorder import Recorder
 from tbhooks.collectors.graph.describe import is_called, shape_of, type_of
 from tbhooks.data.artifacts import Artifact
 from tbhooks.data.frame import ROOT

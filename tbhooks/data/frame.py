@@ -16,10 +16,10 @@ import numpy as np
 from tbhooks.data import ranks as spread
 from tbhooks.data import stats
 from tbhooks.data.artifacts import Artifact
+from tbhooks.data.artifacts.samples import NO_SAMPLES, Samples
 from tbhooks.data.display import Names, display, mimebundle
 from tbhooks.data.errors import ArgumentError, UnknownSiteError, nearest
 from tbhooks.data.ranks import Spread
-from tbhooks.data.samples import NO_SAMPLES, Samples
 from tbhooks.data.stats import BUCKETS, COLUMNS, STAT_NAMES, Counts, Floats
 
 if TYPE_CHECKING:

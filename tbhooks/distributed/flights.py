@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import distributed
 
-from tbhooks.data.flights import DIRECTORY, SUFFIX, Flight, encode
+from tbhooks.data.artifacts.flights import DIRECTORY, SUFFIX, Flight, encode
 
 # How long the first rank waits for the answers to one dump.
 PATIENCE_S = 20.0

@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tbhooks.capture.step_table import PARAMETER_KINDS, RANKS, Integers, MergedStep, StepTable
-from tbhooks.data import ranks, samples, stats
+from tbhooks.capture.recording.step_table import PARAMETER_KINDS, RANKS, Integers, MergedStep, StepTable
+from tbhooks.data import ranks, stats
+from tbhooks.data.artifacts import samples
 from tbhooks.data.frame import EVALUATION_SINCE, NONFINITE_SINCE, RAW_GRADIENT_NORM, SAMPLED, SKIPPED, Site
 from tbhooks.data.jsonable import parse_number, to_jsonable
 from tbhooks.data.self_report import listed

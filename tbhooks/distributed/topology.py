@@ -24,10 +24,10 @@ from torch import distributed
 
 from tbhooks.capture import sharded_tensors
 from tbhooks.capture.rank_context import RankContext
-from tbhooks.capture.step_table import MergedStep, StepTable
+from tbhooks.capture.recording.step_table import MergedStep, StepTable
 from tbhooks.data.errors import ArgumentError
-from tbhooks.data.patching import wrapping
-from tbhooks.data.process_rank import rank_and_world
+from tbhooks.data.process.patching import wrapping
+from tbhooks.data.process.rank import rank_and_world
 from tbhooks.data.self_report import Report, describe_exception
 from tbhooks.distributed import handshake, merge
 from tbhooks.distributed.merge import Reader, Writer

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import base64
 import html
-import struct
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tbhooks.data.stats import Floats
+from tbhooks.drawing import png
 from tbhooks.drawing.names import shorten_all
+from tbhooks.drawing.png import Bytes
 from tbhooks.drawing.text import is_wide, number
-
-Bytes = NDArray[np.uint8]
 
 _VIRIDIS = ((68, 1, 84), (71, 44, 122), (59, 81, 139), (44, 113, 142), (33, 144, 141), (39, 173, 129),
             (92, 200, 99), (170, 220, 50), (253, 231, 37))  # fmt: skip
@@ -76,26 +74,12 @@ def picture(values: Floats, wrong: NDArray[np.bool_], scale: Scale) -> str:
     """A matrix as the data URI of a PNG, one pixel per value. `wrong` marks values that are not finite."""
     levels = scale.levels(values)
     levels[wrong] = WRONG
-    return "data:image/png;base64," + base64.b64encode(png(levels)).decode()
+    return "data:image/png;base64," + base64.b64encode(_png(levels)).decode()
 
 
-def png(levels: Bytes) -> bytes:
+def _png(levels: Bytes) -> bytes:
     """A PNG from palette indices. Missing values are transparent."""
-    height, width = levels.shape
-    rows = np.zeros((height, width + 1), dtype=np.uint8)
-    rows[:, 1:] = levels
-    return b"\x89PNG\r\n\x1a\n" + b"".join([
-        chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 3, 0, 0, 0)),
-        chunk(b"PLTE", PALETTE),
-        chunk(b"tRNS", b"\xff" * _ABSENT + b"\x00"),
-        chunk(b"IDAT", zlib.compress(rows.tobytes(), 9)),
-        chunk(b"IEND", b""),
-    ])  # fmt: skip
-
-
-def chunk(name: bytes, content: bytes) -> bytes:
-    """A chunk of a PNG file."""
-    return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+    return png.from_palette(levels, PALETTE, opacity=b"\xff" * _ABSENT + b"\x00", compression=9)
 
 
 def rows_to_show(urgent: Sequence[int], rows: int, most: int) -> list[int]:
@@ -157,7 +141,7 @@ def _axis(steps: Sequence[int], height: int) -> str:
 def legend(scale: Scale, *, wrong: bool) -> str:
     """The values at the ends of the scale, and its colours between them."""
     ramp = np.arange(LEVELS, dtype=np.uint8)[None, ::4]
-    bar = "data:image/png;base64," + base64.b64encode(png(ramp)).decode()
+    bar = "data:image/png;base64," + base64.b64encode(_png(ramp)).decode()
     colour = "#{:02x}{:02x}{:02x}".format(*NOT_FINITE)
     marks = f' <span class="swatch" style="background:{colour}"></span> NaN or infinite inside' if wrong else ""
     by = " (logarithmic)" if scale.logarithmic else ""

@@ -13,7 +13,7 @@ from typing import Any
 
 from tensorboard.compat.proto import summary_pb2
 
-from tbhooks.data.flights import FLIGHT
+from tbhooks.data.artifacts.flights import FLIGHT
 from tbhooks.data.frame import ALL_KINDS, CHANNEL, EVALUATION, Site
 from tbhooks.data.stats import QUANTILES, STATS
 from tbhooks.runs.stored_frames import Layout

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from tensorboard.summary.writer import record_writer
 
-from tbhooks.sinks.tensorboard.event_writer import agrees_with, masked_crc32c
+from tbhooks.sinks.tensorboard.event_files import agrees_with, masked_crc32c
 
 ReportProblem = Callable[[str], None]
 Progress = Callable[[int, int], None]

@@ -15,10 +15,10 @@ from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 from tensorboard.compat.proto import summary_pb2
 
+from tbhooks.data.artifacts.flights import FLIGHT
+from tbhooks.data.artifacts.samples import NO_SAMPLES, Samples
 from tbhooks.data.errors import TbhooksError
-from tbhooks.data.flights import FLIGHT
 from tbhooks.data.frame import CHANNEL, EVALUATION, SAMPLED, Finding, Frame, Site
-from tbhooks.data.samples import NO_SAMPLES, Samples
 from tbhooks.data.stats import WIDTH, Floats
 from tbhooks.runs.event_records import Progress, event_of_bytes, records, size_of
 from tbhooks.runs.scalars import ScalarLog, Series

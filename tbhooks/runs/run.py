@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
+import numpy as np
+
+from tbhooks.data.artifacts.flights import Flight
 from tbhooks.data.errors import ArgumentError, similar
 from tbhooks.data.findings import Issue, first_of_each, issues
-from tbhooks.data.flights import Flight
 from tbhooks.data.frame import Finding, Frame
-from tbhooks.data.remote import local
+from tbhooks.data.process.remote import local
 from tbhooks.runs.event_records import Progress, records, size_of
 from tbhooks.runs.reader import RunReader, starts_with_frame
 from tbhooks.runs.scalars import Series
-from tbhooks.runs.state import State, state_of
 from tbhooks.runs.verdict import Verdict, verdict
 
 EVENT_FILES, FRAME_FILES = "*tfevents*", "*.jsonl"
 _PLUGIN_NAME = b"tbhooks"
+State = Literal["empty", "running", "ended"]
+"""Files do not say how a training ended: a finished run, a failed one and a killed one are all "ended"."""
+# A run is running while its newest step is no older than so many usual intervals between logged steps, or a minute. A
+# logged step may take longer than usual, as one after an evaluation does.
+MOST_INTERVALS, LEAST_SECONDS = 10.0, 60.0
 
 
 @dataclass(frozen=True)
@@ -216,3 +224,21 @@ def _listed(items: list[Path] | list[str]) -> str:
 
 def _shifted(progress: Progress | None, before: int, total: int) -> Progress | None:
     return None if progress is None else lambda done, _size: progress(before + done, total)
+
+
+def state_of(times: Sequence[float], now: float | None = None) -> State:
+    """The state of a run.
+
+    Args:
+        times: when each logged step ended, in seconds since the epoch, in order.
+        now: the time to compare with; the current time by default.
+
+    Returns "running" if the newest step is no older than ten usual intervals between logged steps and than a minute,
+    "ended" if it is older, and "empty" if no step was logged.
+
+    """
+    if not len(times):
+        return "empty"
+    usual = float(np.median(np.diff(times))) if len(times) > 1 else 0.0
+    age = (time.time() if now is None else now) - times[-1]
+    return "running" if age <= max(MOST_INTERVALS * usual, LEAST_SECONDS) else "ended"

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from tbhooks.data.flights import DIRECTORY, SUFFIX, Flight, decode
+from tbhooks.data.artifacts.flights import DIRECTORY, SUFFIX, Flight, decode
 from tbhooks.sinks.tensorboard.flights import DATA_TAG
 
 # A file of a rank that is larger is not one of ours.

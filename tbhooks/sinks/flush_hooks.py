@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from tbhooks.data.patching import wrap_attribute
+from tbhooks.data.process.patching import wrap_attribute
 
 # The functions to call before the methods of a writer; several watches may share a writer.
 _callbacks: weakref.WeakKeyDictionary[Any, list[Callable[[], None]]] = weakref.WeakKeyDictionary()

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import tbhooks
-from tbhooks.data.flights import Flight
+from tbhooks.data.artifacts.flights import Flight
 from tests.clinic import accidents
 from tests.clinic.accidents import CORRUPT_STEP, Staged
 from tests.clinic.cases import CASES

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import tbhooks
-from tbhooks.capture import recorder as buffer
-from tbhooks.capture.recorder import Recorder
+from tbhooks.capture.recording import recorder as buffer
+from tbhooks.capture.recording.recorder import Recorder
 from tbhooks.data import stats
 from tbhooks.data.frame import KINDS, Site
 from tbhooks.reduction import histogram, triton

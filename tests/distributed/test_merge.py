@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from tbhooks.capture.step_table import PARAMETER_KINDS, UNKNOWN_SHARD, UNSHARDED, StepTable
+from tbhooks.capture.recording.step_table import PARAMETER_KINDS, UNKNOWN_SHARD, UNSHARDED, StepTable
 from tbhooks.data import ranks, stats
+from tbhooks.data.artifacts.samples import Group, Sample, Samples
 from tbhooks.data.frame import NONFINITE_SINCE, RAW_GRADIENT_NORM, SKIPPED, Site
-from tbhooks.data.samples import Group, Sample, Samples
 from tbhooks.distributed import merge
 from tbhooks.distributed.merge import Reader, Writer
 from tests.support import reference

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tbhooks.capture.step_table import RANKS
+from tbhooks.capture.recording.step_table import RANKS
 from tbhooks.data.artifacts import Channels
 from tests.support import float64_recorder, jobs
 from tests.support.float64_recorder import Float64Recorder

@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import tbhooks
-from tbhooks.capture.recorder import Recorder
+from tbhooks.capture.recording.recorder import Recorder
 from tests.support import float64_recorder, zoo
 from tests.support.float64_recorder import Float64Recorder
 from tests.support.loops import mlp, sgd, steps_of

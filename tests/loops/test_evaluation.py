@@ -317,7 +317,7 @@ def test_without_histograms_evaluations_have_none() -> None:
 
 
 def test_an_evaluation_of_too_many_calls_says_that_it_was_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tbhooks.capture.device_buffer.MOST_BYTES", 1 << 17)
+    monkeypatch.setattr("tbhooks.capture.recording.device_buffer.MOST_BYTES", 1 << 17)
     run = watched("t" + "e" * 50)
     run.watcher.close()
     assert any("more calls than its buffer holds" in message for message in run.watcher.stats.messages)

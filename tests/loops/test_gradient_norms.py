@@ -20,7 +20,7 @@ from torch.optim import SGD
 from torch.utils.tensorboard import SummaryWriter
 
 import tbhooks
-from tbhooks.capture.recorder import Recorder
+from tbhooks.capture.recording.recorder import Recorder
 from tests.support import zoo
 from tests.support.loops import forward, mlp, sgd
 from tests.support.reference import gradient_norm

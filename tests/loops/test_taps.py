@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import tbhooks
-from tbhooks.data import taps
+from tbhooks.data.process import taps
 from tests.support import compiling, fake_device, reference, tapped
 from tests.support.compiling import Graphs, breaks, reset
 from tests.support.slow import slow

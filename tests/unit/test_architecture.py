@@ -284,7 +284,7 @@ def changed_in_other_packages(code: ast.Module) -> list[str]:
 
 @every_module
 def test_other_packages_are_patched_in_one_place(name: str) -> None:
-    if name != "data.patching":
+    if name != "data.process.patching":
         assert not packages(anywhere(name)) & {"wrapt", "copyreg"}
         assert not changed_in_other_packages(tree(name))
 

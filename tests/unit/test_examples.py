@@ -12,7 +12,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tbhooks import runs
-from tbhooks.capture.step_table import RANKS
+from tbhooks.capture.recording.step_table import RANKS
 from tests.support.slow import slow
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

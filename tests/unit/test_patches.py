@@ -20,7 +20,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.utils.tensorboard import SummaryWriter
 
 import tbhooks
-from tbhooks.data import patching
+from tbhooks.data.process import patching
 from tests.support.compiling import reset
 
 Found = dict[str, Any]

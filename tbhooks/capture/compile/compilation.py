@@ -1,9 +1,9 @@
 """Compiles functions with hooks in them, while a model is watched.
 
-Compiled code ignores hooks that are attached later. So dynamo's compiler is wrapped (data/patching.py): while it runs,
-every watch has its hooks attached to its model, in unlogged steps too. Where a compilation fails or breaks a graph
-because of our hooks, it is repeated without them: an unknown torch or backend then costs the statistics of what is
-compiled, and training goes on as if unwatched. What the hooks add to a graph is in dynamo.py.
+Compiled code ignores hooks that are attached later. So dynamo's compiler is wrapped (data/process/patching.py): while
+it runs, every watch has its hooks attached to its model, in unlogged steps too. Where a compilation fails or breaks a
+graph because of our hooks, it is repeated without them: an unknown torch or backend then costs the statistics of what
+is compiled, and training goes on as if unwatched. What the hooks add to a graph is in dynamo.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import nn
 
 from tbhooks.capture.compile import dynamo
 from tbhooks.capture.compile.dynamo import CompileGate
-from tbhooks.data.patching import wrapping
+from tbhooks.data.process.patching import wrapping
 from tbhooks.reduction.torch_private import look_up
 
 _OURS = str(Path(__file__).parents[2])  # the package

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from tbhooks.capture.autograd import call_stack
-from tbhooks.data.patching import after_import
+from tbhooks.data.process.patching import after_import
 from tbhooks.data.self_report import logger
 from tbhooks.reduction.metrics import write_ratio
 from tbhooks.reduction.torch_private import look_up, missing

@@ -12,7 +12,7 @@ from tbhooks.capture.hooks.hook_types import ForwardHook, GradientHook
 from tbhooks.capture.hooks.outputs import OutputReader, record_tensor
 from tbhooks.capture.hooks.passes import Pass
 from tbhooks.capture.hooks.step_context import StepContext
-from tbhooks.capture.recorder import NO_SITE, Recorder
+from tbhooks.capture.recording.recorder import NO_SITE, Recorder
 from tbhooks.capture.scalars.metrics import PAIR
 from tbhooks.data.frame import ROOT, Site
 from tbhooks.data.self_report import Report

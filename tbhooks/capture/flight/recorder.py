@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tbhooks.capture.autograd import profiler_label, without_dispatch_modes
-from tbhooks.capture.device_buffer import start_copy
 from tbhooks.capture.flight.gradients import GradientNorms
 from tbhooks.capture.flight.range_monitor import RangeMonitor
 from tbhooks.capture.flight.ring import DeviceRing
 from tbhooks.capture.flight.rows import FOUND_INF, UNSCALE, FlightCopy, RingCopy, Row
-from tbhooks.capture.packed_step import Read
-from tbhooks.capture.recorder import Recorder
+from tbhooks.capture.recording.device_buffer import start_copy
+from tbhooks.capture.recording.packed_step import Read
+from tbhooks.capture.recording.recorder import Recorder
 from tbhooks.capture.scalars.step_samples import WorstSamples
 from tbhooks.capture.schedule import Bursts
 from tbhooks.capture.step.optimizer_round import GroupNumbers

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tbhooks.capture.flight.ring import MOST_NUMBERS, SAMPLES
-from tbhooks.data.flights import Flight, SampleId
+from tbhooks.data.artifacts.flights import Flight, SampleId
 from tbhooks.data.stats import Floats
 
 # Numbers of a fused optimizer with a GradScaler: it divides gradients by the scale, and skips a step on the device.

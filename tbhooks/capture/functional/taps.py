@@ -18,7 +18,7 @@ from tbhooks.capture.autograd import call_stack
 from tbhooks.capture.compile import dynamo
 from tbhooks.capture.compile.dynamo import CompileGate, GraphHook, dynamo_skip
 from tbhooks.capture.functional.function_mode import MODULE_CALL
-from tbhooks.data import taps
+from tbhooks.data.process import taps
 
 
 class TapObserver(Protocol):

@@ -20,7 +20,7 @@ from tbhooks.capture.hooks.dead_units import DeadUnits
 from tbhooks.capture.hooks.hook_types import ForwardHook
 from tbhooks.capture.hooks.passes import Admission, Pass, Passes
 from tbhooks.capture.hooks.step_context import StepContext
-from tbhooks.capture.recorder import Recorder
+from tbhooks.capture.recording.recorder import Recorder
 from tbhooks.data.self_report import Report
 
 NOT_TRAINED = (

@@ -14,8 +14,8 @@ from typing import Protocol, TypeVar, runtime_checkable
 from torch import Tensor, nn
 
 from tbhooks.capture.hooks.passes import Pass
-from tbhooks.capture.packed_step import ArtifactBuilder, Read
-from tbhooks.capture.recorder import Recorder
+from tbhooks.capture.recording.packed_step import ArtifactBuilder, Read
+from tbhooks.capture.recording.recorder import Recorder
 from tbhooks.capture.retries import Retries
 from tbhooks.data.artifacts import Artifact
 from tbhooks.data.self_report import Report, describe_exception

@@ -20,7 +20,7 @@ from tbhooks.capture.functional.function_mode import FunctionalObserver
 from tbhooks.capture.hooks.dead_units import RECTIFIERS
 from tbhooks.capture.hooks.passes import Pass
 from tbhooks.capture.hooks.unpicklable import UnpicklableHook
-from tbhooks.capture.recorder import NO_SITE
+from tbhooks.capture.recording.recorder import NO_SITE
 from tbhooks.data.frame import ROOT, Site
 
 

@@ -24,7 +24,7 @@ from tbhooks.capture.hooks.hook_types import ForwardHook
 from tbhooks.capture.hooks.manager import HookManager
 from tbhooks.capture.hooks.outputs import OutputReader
 from tbhooks.capture.hooks.step_context import StepContext
-from tbhooks.capture.recorder import Recorder
+from tbhooks.capture.recording.recorder import Recorder
 from tbhooks.capture.retries import Retries
 from tbhooks.data.frame import EVALUATION_SINCE
 from tbhooks.data.self_report import Report, describe_exception

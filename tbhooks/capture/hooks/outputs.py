@@ -18,8 +18,8 @@ from tbhooks.capture.hooks.gradients import GradientReader
 from tbhooks.capture.hooks.hook_types import ForwardHook, is_hooked
 from tbhooks.capture.hooks.passes import Pass
 from tbhooks.capture.hooks.step_context import StepContext
-from tbhooks.capture.packed_step import Span
-from tbhooks.capture.recorder import NO_SITE, Recorder
+from tbhooks.capture.recording.packed_step import Span
+from tbhooks.capture.recording.recorder import NO_SITE, Recorder
 from tbhooks.capture.scalars.metrics import PAIR, compared
 from tbhooks.data.frame import Site
 from tbhooks.data.self_report import Report

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
-from tbhooks.data.patching import reducing
+from tbhooks.data.process.patching import reducing
 
 _PACKAGE = __name__.partition(".")[0]
 

@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tbhooks.capture import selection, sharded_tensors
 from tbhooks.capture.autograd import profiler_label, without_dispatch_modes
-from tbhooks.capture.packed_step import Attached, Read, TablePart
-from tbhooks.capture.step_table import StepTable
+from tbhooks.capture.recording.packed_step import Attached, Read, TablePart
+from tbhooks.capture.recording.step_table import StepTable
 from tbhooks.data.errors import ArgumentError, TbhooksError, nearest
 from tbhooks.data.frame import ROOT
 from tbhooks.data.self_report import Report, describe_exception

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from tbhooks.capture.autograd import without_dispatch_modes
 from tbhooks.capture.hooks.observer import Observer
-from tbhooks.capture.packed_step import PackedStep
 from tbhooks.capture.rank_context import RankContext
-from tbhooks.capture.recorder import Recorder
+from tbhooks.capture.recording.packed_step import PackedStep
+from tbhooks.capture.recording.recorder import Recorder
 from tbhooks.reduction import torch_rows
 
 EVALUATION_PREFIX = "eval/"

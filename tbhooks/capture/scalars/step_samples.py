@@ -16,13 +16,13 @@ from torch import Tensor
 
 from tbhooks.capture.autograd import without_dispatch_modes
 from tbhooks.capture.hooks.observer import Observer
-from tbhooks.capture.packed_step import Attached, PackedStep, Read
 from tbhooks.capture.rank_context import RankContext
-from tbhooks.capture.recorder import Recorder
+from tbhooks.capture.recording.packed_step import Attached, PackedStep, Read
+from tbhooks.capture.recording.recorder import Recorder
+from tbhooks.capture.recording.step_table import StepTable
 from tbhooks.capture.step.step import State, Step
-from tbhooks.capture.step_table import StepTable
-from tbhooks.data import samples
-from tbhooks.data.samples import OTHER_GROUPS, Group, Sample, SampleId, Samples, as_id
+from tbhooks.data.artifacts import samples
+from tbhooks.data.artifacts.samples import OTHER_GROUPS, Group, Sample, SampleId, Samples, as_id
 from tbhooks.data.self_report import Report
 
 MOST_GROUPS = 64

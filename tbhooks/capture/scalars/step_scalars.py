@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 from tbhooks.capture.flight.recorder import FlightRecorder
 from tbhooks.capture.hooks.forward_event import ForwardEvent
 from tbhooks.capture.hooks.observer import Observer
-from tbhooks.capture.packed_step import PackedStep
 from tbhooks.capture.rank_context import RankContext
-from tbhooks.capture.recorder import Recorder
+from tbhooks.capture.recording.packed_step import PackedStep
+from tbhooks.capture.recording.recorder import Recorder
 from tbhooks.capture.scalars.running_means import MeansWriter
 from tbhooks.capture.scalars.training_metrics import TrainingMetrics
 from tbhooks.capture.step.optimizer_round import GroupNumbers

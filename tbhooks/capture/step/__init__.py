@@ -1,1 +1,1 @@
-"""What happens at the ends of backward passes and optimizer steps: counting, weights, gradients, updates."""
+"""A training step: when it ends, its states, and what happens around backward passes and optimizer steps."""

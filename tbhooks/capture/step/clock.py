@@ -22,9 +22,9 @@ from tbhooks.capture.autograd import NO_BACKWARD, at_end_of_backward, backward_p
 from tbhooks.capture.compile.dynamo import dynamo_disable, dynamo_skip
 from tbhooks.capture.hooks.forward_event import ForwardEvent, Subscription
 from tbhooks.capture.hooks.observer import Observer
+from tbhooks.capture.parameters.parameter_reader import ParameterReader
 from tbhooks.capture.step.manual_updates import ManualUpdates
 from tbhooks.capture.step.optimizer_round import OptimizerRound, UnloggedOptimizers, parameter_ids
-from tbhooks.capture.step.parameters import ParameterReader
 from tbhooks.data.self_report import Report
 
 MODES = ("auto", "optimizer", "forward", "manual")

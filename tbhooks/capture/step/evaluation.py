@@ -11,7 +11,7 @@ from torch import nn
 
 from tbhooks.capture.hooks.forward_event import ForwardEvent
 from tbhooks.capture.hooks.observer import Observer
-from tbhooks.capture.recorder import Recorder
+from tbhooks.capture.recording.recorder import Recorder
 from tbhooks.data.frame import EVALUATION
 from tbhooks.data.self_report import Report
 

@@ -18,10 +18,10 @@ from tbhooks.capture import tensor_tree
 from tbhooks.capture.compile.dynamo import dynamo_disable
 from tbhooks.capture.flight.recorder import FlightRecorder
 from tbhooks.capture.hooks.observer import Observer
-from tbhooks.capture.recorder import Recorder
+from tbhooks.capture.recording.recorder import Recorder
 from tbhooks.capture.step.clock import Clock
 from tbhooks.data.frame import SCALE, SKIPPED
-from tbhooks.data.patching import wrapping
+from tbhooks.data.process.patching import wrapping
 from tbhooks.data.self_report import Report
 
 _readers: list[ScalerReader] = []

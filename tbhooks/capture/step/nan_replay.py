@@ -26,7 +26,7 @@ from tbhooks.capture.compile.dynamo import dynamo_disable
 from tbhooks.capture.hooks.manager import hook_forward, hook_tensor
 from tbhooks.capture.hooks.observer import Observer
 from tbhooks.capture.preserve_state import Snapshot, preserved
-from tbhooks.capture.recorder import Recorder
+from tbhooks.capture.recording.recorder import Recorder
 from tbhooks.capture.selection import Selector
 from tbhooks.data.frame import ROOT, Finding, Frame, Site
 from tbhooks.data.self_report import Report

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tbhooks.capture import sharded_tensors
-from tbhooks.capture.recorder import Recorder
+from tbhooks.capture.recording.recorder import Recorder
 from tbhooks.data.frame import NONFINITE_SINCE
 
 # The smallest gradient of the first so many parameters that have one is read.

@@ -12,9 +12,9 @@ from dataclasses import replace
 from torch import nn
 
 from tbhooks.capture.autograd import profiler_label
-from tbhooks.capture.packed_step import PackedStep
 from tbhooks.capture.rank_context import RankContext
-from tbhooks.capture.recorder import Recorder
+from tbhooks.capture.recording.packed_step import PackedStep
+from tbhooks.capture.recording.recorder import Recorder
 from tbhooks.capture.scalars.step_scalars import StepScalars
 from tbhooks.capture.step.step import Step
 from tbhooks.data.self_report import Report

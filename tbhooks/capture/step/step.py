@@ -27,7 +27,7 @@ from enum import Enum
 
 from torch import Tensor
 
-from tbhooks.capture.packed_step import PackedStep, TablePart
+from tbhooks.capture.recording.packed_step import PackedStep, TablePart
 
 
 class State(Enum):

@@ -15,7 +15,7 @@ from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from tbhooks.data.remote import is_remote
+from tbhooks.data.process.remote import is_remote
 from tbhooks.data.self_report import logger
 
 PREFIX = "tbhooks: "

@@ -15,7 +15,7 @@ from typing import Any
 from tbhooks.api import writers
 from tbhooks.cli.run.options import Target
 from tbhooks.data.frame import Frame
-from tbhooks.data.remote import below, is_remote
+from tbhooks.data.process.remote import below, is_remote
 from tbhooks.sinks.flush_hooks import call_before
 from tbhooks.sinks.tensorboard import TensorBoardSink
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tbhooks.data import remote
 from tbhooks.data.errors import ArgumentError, check_names
+from tbhooks.data.process import remote
 
 NO_RULES = "none"
 MERGE = "merge"

@@ -18,8 +18,8 @@ from tbhooks.cli.run import console
 from tbhooks.cli.run.console import Terminal
 from tbhooks.cli.run.launcher import launch
 from tbhooks.cli.run.options import Options, Target
-from tbhooks.data.patching import Wrapper, wrapping
-from tbhooks.data.process_rank import rank_and_world
+from tbhooks.data.process.patching import Wrapper, wrapping
+from tbhooks.data.process.rank import rank_and_world
 from tbhooks.data.self_report import logger
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import tbhooks
 from tbhooks.api.watch import Watch, watch
-from tbhooks.capture.recorder import Recorder
+from tbhooks.capture.recording.recorder import Recorder
 from tbhooks.cli.bench import cuda_counters
 from tbhooks.cli.selftest.check import MODES, Failed, Mode, NotPossible, Passed, Setup, small_model, train
 from tbhooks.data.frame import KINDS, Reading, Site

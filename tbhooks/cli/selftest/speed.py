@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from tbhooks.capture.hooks.manager import hook_output
-from tbhooks.capture.recorder import Recorder
+from tbhooks.capture.recording.recorder import Recorder
 from tbhooks.cli.bench import cuda_counters, timing
 from tbhooks.cli.bench.timing import HostTimer, Monitor, Timer, Variant, bare, watched
 from tbhooks.cli.selftest.check import Passed, Setup

@@ -23,8 +23,8 @@ from tbhooks.capture.compile import dynamo
 from tbhooks.capture.hooks.collectors import guarded
 from tbhooks.capture.hooks.manager import hook_calls
 from tbhooks.capture.hooks.observer import Observer
-from tbhooks.capture.packed_step import Read
-from tbhooks.capture.recorder import Recorder
+from tbhooks.capture.recording.packed_step import Read
+from tbhooks.capture.recording.recorder import Recorder
 from tbhooks.capture.retries import Retries
 from tbhooks.collectors.graph.describe import is_called, shape_of, type_of
 from tbhooks.collectors.graph.tracer import Tracer, leaves

@@ -21,8 +21,7 @@ from tbhooks.sinks.flush_hooks import call_before
 from tbhooks.sinks.scalar_selection import indices_of, shown_scalars
 from tbhooks.sinks.scalar_summaries import MOST_TAGS
 from tbhooks.sinks.tensorboard import artifacts, protobuf, samples
-from tbhooks.sinks.tensorboard.event_files import event_file
-from tbhooks.sinks.tensorboard.event_writer import fast_crc, sender
+from tbhooks.sinks.tensorboard.event_files import event_file, fast_crc, sender
 from tbhooks.sinks.tensorboard.findings import FindingWriter
 from tbhooks.sinks.tensorboard.frame_tensors import (
     COLUMNS_OF_VERSION,

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from tensorboard.compat.proto import summary_pb2
 from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
+from tensorboard.plugins.image import metadata as image_metadata
 
 from tbhooks.data.artifacts import (
     Artifact,
@@ -22,8 +23,9 @@ from tbhooks.data.artifacts import (
     RunEnded,
     Text,
 )
-from tbhooks.data.flights import Flight
-from tbhooks.sinks.tensorboard import embeddings, flights, frame_tensors, graphs, images
+from tbhooks.data.artifacts.flights import Flight
+from tbhooks.drawing import png
+from tbhooks.sinks.tensorboard import embeddings, flights, frame_tensors, graphs
 from tbhooks.sinks.tensorboard.frame_tensors import Layout
 from tbhooks.sinks.tensorboard.protobuf import plugin_metadata, strings, utf8
 
@@ -51,6 +53,18 @@ def write_text(text: Text, summary: summary_pb2.Summary, _run: Run) -> None:
     """Markdown for the TEXT tab."""
     content = text.markdown.encode(errors="replace")
     summary.value.add(tag=f"{text.tag}/text_summary", tensor=strings([content]), metadata=plugin_metadata("text"))
+
+
+def write_image(picture: Picture, summary: summary_pb2.Summary, _run: Run) -> None:
+    """An image for the IMAGES tab, as a tensor of strings that both of TensorBoard's loaders support.
+
+    TensorBoard shows the caption of a tag's first value.
+    """
+    height, width, _ = picture.pixels.shape
+    described = image_metadata.create_summary_metadata(display_name="", description=utf8(picture.caption))
+    described.data_class = summary_pb2.DATA_CLASS_BLOB_SEQUENCE
+    content = [str(width).encode(), str(height).encode(), png.from_pixels(picture.pixels)]
+    summary.value.add(tag=utf8(picture.tag), tensor=strings(content), metadata=described)
 
 
 def write_start(hyperparameters: Hyperparameters, summary: summary_pb2.Summary, run: Run) -> None:
@@ -85,7 +99,7 @@ Write = Callable[[Any, summary_pb2.Summary, Run], None]
 WRITERS: dict[type, Write] = {
     Text: write_text,
     Graph: graphs.write,
-    Picture: images.write,
+    Picture: write_image,
     Channels: frame_tensors.write,
     Embedding: embeddings.write,
     Hyperparameters: write_start,

@@ -21,7 +21,7 @@ from google.protobuf import text_format
 from tensorboard.plugins.projector.projector_config_pb2 import EmbeddingInfo, ProjectorConfig
 
 from tbhooks.data.artifacts import Embedding, Pixels
-from tbhooks.sinks.tensorboard.images import png
+from tbhooks.drawing import png
 from tbhooks.sinks.tensorboard.protobuf import utf8
 
 CONFIG, FOLDER, ENTRY = "projector_config.pbtxt", "embeddings", "entry.pbtxt"
@@ -70,7 +70,7 @@ def _write_entry(embedding: Embedding, step: int, where: Path, layer: Path) -> N
         info.sprite.image_path = f"{below}/sprite.png"
         _, tall, wide, _ = embedding.thumbnails.shape
         info.sprite.single_image_dim.extend([wide, tall])
-        (made / "sprite.png").write_bytes(png(sprite(embedding.thumbnails)))
+        (made / "sprite.png").write_bytes(png.from_pixels(sprite(embedding.thumbnails)))
     (made / ENTRY).write_text(text_format.MessageToString(info), encoding="utf-8")
     shutil.rmtree(place, ignore_errors=True)  # a step that was logged before, as after a resume
     made.replace(place)

@@ -14,7 +14,7 @@ from tensorboard.compat.proto import summary_pb2
 
 from tbhooks.data import stats
 from tbhooks.data.artifacts import FlightsLeftOut
-from tbhooks.data.flights import FLIGHT, LOSS_TAG, NORM_TAG, Flight, encode
+from tbhooks.data.artifacts.flights import FLIGHT, LOSS_TAG, NORM_TAG, Flight, encode
 from tbhooks.data.frame import Frame, Site
 from tbhooks.sinks.scalar_selection import indices_of
 from tbhooks.sinks.tensorboard import protobuf

@@ -6,7 +6,7 @@ import json
 
 from tensorboard.compat.proto import summary_pb2
 
-from tbhooks.data.samples import Samples
+from tbhooks.data.artifacts.samples import Samples
 from tbhooks.sinks.tensorboard.findings import plain_text
 from tbhooks.sinks.tensorboard.protobuf import plugin_metadata, strings
 

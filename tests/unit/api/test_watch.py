@@ -29,7 +29,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 import tbhooks
 from tbhooks import Frame, MemorySink, runs
-from tbhooks.capture.recorder import Recorder
+from tbhooks.capture.recording.recorder import Recorder
 from tbhooks.data.errors import ArgumentError
 from tests.support import frames, zoo
 from tests.support.loops import forward, mlp, sgd, steps_of, train

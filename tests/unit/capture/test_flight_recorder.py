@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import tbhooks
 from tbhooks.capture.flight import recorder as flight_recorder
 from tbhooks.cli import main
-from tbhooks.data.flights import Flight, decode, encode
+from tbhooks.data.artifacts.flights import Flight, decode, encode
 from tests.support import compiling, fake_device, zoo
 from tests.support.loops import forward, mlp, sgd, steps_of
 

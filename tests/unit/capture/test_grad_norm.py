@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tbhooks.capture.step.grad_norm import total_norm
+from tbhooks.capture.parameters.grad_norm import total_norm
 from tbhooks.reduction import torch_rows
 from tests.support import fake_device, reference
 

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
 import tbhooks
-from tbhooks.capture.device_buffer import Buffer
-from tbhooks.capture.recorder import Recorder
+from tbhooks.capture.recording.device_buffer import Buffer
+from tbhooks.capture.recording.recorder import Recorder
 from tests.support import float64_recorder, zoo
 from tests.support.loops import forward, mlp, sgd, steps_of, train
 
@@ -533,7 +533,7 @@ def test_forwards_without_backward_leak_nothing(only_new_objects: None) -> None:
 
 
 def test_a_step_that_never_ends_is_bounded_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tbhooks.capture.device_buffer.MOST_BYTES", 1 << 20)
+    monkeypatch.setattr("tbhooks.capture.recording.device_buffer.MOST_BYTES", 1 << 20)
     model = mlp()
     with tbhooks.watch(model, every=1, step="manual") as watching:
         for _ in range(500):

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import tbhooks
-from tbhooks.capture import recorder as buffer
-from tbhooks.capture.recorder import NO_SITE, Buffer, Recorder
+from tbhooks.capture.recording import recorder as buffer
+from tbhooks.capture.recording.recorder import NO_SITE, Buffer, Recorder
 from tbhooks.data import stats
 from tbhooks.data.frame import KINDS, Frame, Site
 from tbhooks.reduction import cpu
@@ -195,7 +195,7 @@ def test_inference_mode_may_come_and_go_within_a_step() -> None:
 
 @pytest.mark.parametrize("with_buckets", [True, False])
 def test_a_step_that_never_ends_is_bounded_and_flagged(with_buckets: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tbhooks.capture.device_buffer.MOST_BYTES", 300_000)
+    monkeypatch.setattr("tbhooks.capture.recording.device_buffer.MOST_BYTES", 300_000)
     recorder = started(with_buckets=with_buckets)
     tensors = [torch.full((2,), float(i)) for i in range(10_000)]
     for tensor in tensors:
@@ -211,7 +211,7 @@ def test_a_step_that_never_ends_is_bounded_and_flagged(with_buckets: bool, monke
 
 
 def test_the_step_after_an_overflow_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tbhooks.capture.device_buffer.MOST_BYTES", 0)
+    monkeypatch.setattr("tbhooks.capture.recording.device_buffer.MOST_BYTES", 0)
     recorder = started()
     for _ in range(100):
         recorder.record(recorder.number(A), torch.ones(2))

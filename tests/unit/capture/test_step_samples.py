@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import tbhooks
 from tbhooks.capture.scalars import step_samples
 from tbhooks.capture.scalars.step_samples import SampleCall, WorstSamples
-from tbhooks.data.samples import Sample, Samples, merge
+from tbhooks.data.artifacts.samples import Sample, Samples, merge
 from tests.support import fake_device
 
 SOURCES = ["web", "books", "code"]
@@ -332,8 +332,8 @@ def test_groups_by_integers_equal_numpy(pairs: list[tuple[float, int]], most: in
 
 
 def test_parts_of_ranks_merge_weighted_by_their_number() -> None:
-    one = Samples((Sample(1, 3.0, "a"), Sample(2, 1.0, "a")), {"a": tbhooks.data.samples.Group(2.0, 2)}, 2)
-    other = Samples((Sample(5, 5.0, "a"),), {"a": tbhooks.data.samples.Group(5.0, 1)}, 1)
+    one = Samples((Sample(1, 3.0, "a"), Sample(2, 1.0, "a")), {"a": tbhooks.data.artifacts.samples.Group(2.0, 2)}, 2)
+    other = Samples((Sample(5, 5.0, "a"),), {"a": tbhooks.data.artifacts.samples.Group(5.0, 1)}, 1)
     merged = merge([one, Samples(), other])
     assert merged.ids == (5, 1)
     assert merged.groups["a"] == (3.0, 3)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import tbhooks
-from tbhooks.capture.recorder import Recorder
+from tbhooks.capture.recording.recorder import Recorder
 from tbhooks.data.frame import KINDS, Site
 from tbhooks.reduction import histogram, torch_rows
 from tests.support import fake_device

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 import tbhooks
 from tbhooks import runs
-from tbhooks.capture import recorder as recording
-from tbhooks.capture.recorder import Recorder
-from tbhooks.capture.step import weight_sample
-from tbhooks.capture.step.weight_sample import NO_ROOM, RUN
-from tbhooks.capture.step_table import StepTable
+from tbhooks.capture.parameters import weight_sample
+from tbhooks.capture.parameters.weight_sample import NO_ROOM, RUN
+from tbhooks.capture.recording import recorder as recording
+from tbhooks.capture.recording.recorder import Recorder
+from tbhooks.capture.recording.step_table import StepTable
 from tbhooks.data import stats
 from tbhooks.data.frame import KINDS, SAMPLED, Site
 from tbhooks.distributed.merge import merge

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tbhooks.capture.step.weight_snapshots import WeightSnapshots
+from tbhooks.capture.parameters.weight_snapshots import WeightSnapshots
 
 
 def write(address: int | None, tensor: Tensor) -> None:

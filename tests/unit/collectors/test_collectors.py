@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import tbhooks
 from tbhooks.api.extras import ArtifactStep
-from tbhooks.capture.packed_step import Read
-from tbhooks.capture.recorder import Recorder
+from tbhooks.capture.recording.packed_step import Read
+from tbhooks.capture.recording.recorder import Recorder
 from tbhooks.data.artifacts import Artifact, Channels, Text
 from tests.support import zoo
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import wrapt
 
-from tbhooks.data.patching import Patch, declared, reducing, wrap_attribute, wrapping
+from tbhooks.data.process.patching import Patch, declared, reducing, wrap_attribute, wrapping
 
 NAME = "a_package_of_others"
 

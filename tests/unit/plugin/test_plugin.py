@@ -34,7 +34,7 @@ from torch.utils.tensorboard import SummaryWriter
 from werkzeug.test import Client
 
 from tbhooks import plugin as entry
-from tbhooks.data.flights import Flight
+from tbhooks.data.artifacts.flights import Flight
 from tbhooks.data.frame import KINDS, Finding, Frame, Site
 from tbhooks.data.stats import STAT_NAMES
 from tbhooks.plugin import index, provider, store

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import tbhooks
-from tbhooks.capture import recorder as buffer
-from tbhooks.capture.recorder import Recorder
+from tbhooks.capture.recording import recorder as buffer
+from tbhooks.capture.recording.recorder import Recorder
 from tbhooks.data.frame import KINDS, Site
 from tbhooks.reduction import batched, histogram, torch_rows
 from tests.support import fake_device, float64_recorder, reference, zoo

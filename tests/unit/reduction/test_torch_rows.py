@@ -11,8 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tbhooks.capture import recorder as buffer
-from tbhooks.capture.recorder import Recorder
+from tbhooks.capture.recording import recorder as buffer
+from tbhooks.capture.recording.recorder import Recorder
 from tbhooks.data.frame import KINDS
 from tbhooks.reduction import torch_rows
 from tests.support import fake_device, reference

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tbhooks.runs.state import state_of
+from tbhooks.runs.run import state_of
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from tbhooks.data import stats
 from tbhooks.data.frame import ALL_KINDS, Frame, Site
 from tbhooks.sinks import tensorboard as module
 from tbhooks.sinks.tensorboard import STORED_COLUMNS, TensorBoardSink, decode_counts
-from tbhooks.sinks.tensorboard.event_writer import sender
+from tbhooks.sinks.tensorboard.event_files import sender
 from tbhooks.sinks.tensorboard.scalars import scalar_table
 from tests.support import frames
 from tests.support.frames import make_frame

@@ -34,9 +34,9 @@ from tbhooks import JsonlSink, MemorySink, runs
 from tbhooks.data import stats
 from tbhooks.data.errors import ArgumentError
 from tbhooks.data.frame import KINDS, Finding, Frame, Site
-from tbhooks.data.patching import Patch
+from tbhooks.data.process.patching import Patch
 from tbhooks.delivery import worker as pump_module
-from tbhooks.sinks.tensorboard import STORED_COLUMNS, TensorBoardSink, decode_counts, decode_values, event_writer
+from tbhooks.sinks.tensorboard import STORED_COLUMNS, TensorBoardSink, decode_counts, decode_values, event_files
 from tbhooks.sinks.tensorboard.histograms import SiteHistograms
 from tests.support import frames
 from tests.support.frames import make_frame
@@ -436,7 +436,7 @@ def test_the_fast_checksum_is_in_place_while_a_sink_is_open(tmp_path: Path) -> N
 @settings(deadline=None, max_examples=200)
 @given(st.binary(max_size=3000))
 def test_the_fast_checksum_gives_the_bits_of_the_stock_one(data: bytes) -> None:
-    with held(event_writer.TENSORBOARD_CRC) as patch:
+    with held(event_files.TENSORBOARD_CRC) as patch:
         assert patch.is_installed
         assert record_writer.masked_crc32c(data) == stock_crc(data)
         assert record_writer.masked_crc32c(bytearray(data)) == stock_crc(data)
@@ -446,7 +446,7 @@ def test_the_fast_checksum_gives_the_bits_of_the_stock_one(data: bytes) -> None:
 @given(st.binary(max_size=3000))
 def test_tensorboardx_gets_the_fast_checksum_too(data: bytes) -> None:
     theirs = pytest.importorskip("tensorboardX.record_writer")
-    with held(event_writer.TENSORBOARDX_CRC):
+    with held(event_files.TENSORBOARDX_CRC):
         assert hasattr(theirs.masked_crc32c, "__wrapped__")
         assert theirs.masked_crc32c(data) == stock_crc(data)
 
@@ -456,7 +456,7 @@ def test_a_checksum_of_other_bits_is_left_alone(monkeypatch: pytest.MonkeyPatch)
     other.masked_crc32c = lambda data: 0  # type: ignore[attr-defined]
     for module in (other, none):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-        with held(event_writer.crc_patch(module.__name__, "no version")) as patch:
+        with held(event_files.crc_patch(module.__name__, "no version")) as patch:
             assert not patch.is_installed
     assert other.masked_crc32c(b"x") == 0
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from tbhooks.capture.step import weight_sample
+from tbhooks.capture.parameters import weight_sample
 from tbhooks.reduction.cpu import Address
 
 # The size of a cache line, and of the widest vector registers.

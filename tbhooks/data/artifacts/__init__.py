@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from tbhooks.data.flights import Flight
+from tbhooks.data.artifacts.flights import Flight
 from tbhooks.data.stats import Counts, Floats
 
 Pixels = NDArray[np.uint8]

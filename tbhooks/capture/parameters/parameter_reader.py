@@ -17,12 +17,12 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from tbhooks.capture import selection, sharded_tensors
-from tbhooks.capture.recorder import NO_SITE, Recorder, Wanted, can_be_one_of_many, can_be_together
-from tbhooks.capture.step import weight_sample
-from tbhooks.capture.step.grad_norm import total_norm
+from tbhooks.capture.parameters import weight_sample
+from tbhooks.capture.parameters.grad_norm import total_norm
+from tbhooks.capture.parameters.weight_sample import NO_ROOM
+from tbhooks.capture.parameters.weight_snapshots import WeightSnapshots
+from tbhooks.capture.recording.recorder import NO_SITE, Recorder, Wanted, can_be_one_of_many, can_be_together
 from tbhooks.capture.step.optimizer_round import GroupNumbers, parameter_ids
-from tbhooks.capture.step.weight_sample import NO_ROOM
-from tbhooks.capture.step.weight_snapshots import WeightSnapshots
 from tbhooks.data.frame import MISSING_GRADIENT, RAW_GRADIENT_NORM, Site
 from tbhooks.data.self_report import Report
 from tbhooks.reduction import batched

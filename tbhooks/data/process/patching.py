@@ -19,7 +19,7 @@ wrapper in the meantime, the wrapper stays where it is and only passes calls on.
 - capture/hooks/unpicklable.py: a module's table of hooks is pickled or copied;
 - capture/step/grad_scaler.py: a GradScaler scales a loss, unscales gradients, or steps an optimizer;
 - distributed/topology.py: the process group is destroyed;
-- sinks/tensorboard/event_writer.py: the checksum of an event is computed;
+- sinks/tensorboard/event_files.py: the checksum of an event is computed;
 - sinks/flush_hooks.py: the user flushes or closes a writer (an attribute of that one object);
 - cli/run/session.py: a script run by `tbhooks run` makes an optimizer or a writer, or calls torch.compile.
 """

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tbhooks.data import stats
+from tbhooks.data.artifacts.samples import NO_SAMPLES, Samples
 from tbhooks.data.frame import Site
-from tbhooks.data.samples import NO_SAMPLES, Samples
 from tbhooks.data.stats import Counts, Floats
 
 Integers = NDArray[np.int64]

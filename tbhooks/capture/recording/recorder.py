@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from tbhooks.capture import sharded_tensors
-from tbhooks.capture.device_buffer import Buffer, copy_out
-from tbhooks.capture.packed_step import ArtifactBuilder, Attached, PackedStep, Scalars, Span, TablePart
+from tbhooks.capture.recording.device_buffer import Buffer, copy_out
+from tbhooks.capture.recording.packed_step import ArtifactBuilder, Attached, PackedStep, Scalars, Span, TablePart
 from tbhooks.capture.scalars.metrics import StepMetrics
 from tbhooks.data import stats
 from tbhooks.data.frame import Site

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tbhooks.capture.packed_step import Attached, Copy
+from tbhooks.capture.recording.packed_step import Attached, Copy
 from tbhooks.data import stats
 from tbhooks.reduction import histogram, torch_rows, triton
 from tbhooks.reduction.cpu import NULL, Address

@@ -1,0 +1,1 @@
+"""Weights, their gradients and their updates, read around the optimizer's step."""

@@ -1,0 +1,1 @@
+"""What belongs to the whole Python process: patches of other packages, torchrun's rank, remote directories, taps."""
