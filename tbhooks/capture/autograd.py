@@ -19,10 +19,11 @@ from tbhooks.reduction.torch_private import look_up
 
 NO_BACKWARD = -1
 _NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-_graph_task: Callable[[], int] = look_up(
+running_backward: Callable[[], int] = look_up(
     "torch._C._current_graph_task_id", lambda: NO_BACKWARD, "recomputed checkpoints are counted twice"
 )
-_dispatch_modes: Callable[[], int] = look_up(
+"""The number of the backward pass that runs in this thread, or NO_BACKWARD; `backward_pass` as torch has it."""
+count_dispatch_modes: Callable[[], int] = look_up(
     "torch._C._len_torch_dispatch_stack", lambda: 0, "modes such as FLOP counters count what reads the model"
 )
 _disable_current_modes: Callable[[], contextlib.AbstractContextManager[Any]] = look_up(
@@ -35,9 +36,10 @@ is_profiled: Callable[[], bool] = look_up("torch.autograd._profiler_enabled", la
 _Label: Callable[[str], Any] = look_up(
     "torch._C._profiler._RecordFunctionFast", torch.profiler.record_function, "labels in traces take longer"
 )
-_tracing_state: Callable[[], object] = look_up(
+tracing_state: Callable[[], object] = look_up(
     "torch._C._get_tracing_state", lambda: None, "a model that torch.jit.trace runs is read like any other"
 )
+"""What torch.jit.trace works on; None if it does not run."""
 _queue_callback: Callable[[Callable[[], None]], None] | None = look_up(
     "torch.autograd.Variable._execution_engine.queue_callback",
     None,
@@ -59,12 +61,12 @@ def capture_check() -> Callable[[], bool]:
 
 def is_traced() -> bool:
     """Whether torch.jit.trace is running the model."""
-    return _tracing_state() is not None
+    return tracing_state() is not None
 
 
 def backward_pass() -> int:
     """The number of the backward pass that autograd is running in this thread, or NO_BACKWARD."""
-    return int(_graph_task())
+    return int(running_backward())
 
 
 def in_backward() -> bool:
@@ -116,7 +118,7 @@ def at_end_of_backward(function: Callable[[], None]) -> None:
 
 def without_dispatch_modes() -> contextlib.AbstractContextManager[Any]:
     """Inside, dispatch modes of others (tracers, selective checkpoints, FLOP counters) are not called."""
-    return _disable_current_modes() if _dispatch_modes() else _NOTHING
+    return _disable_current_modes() if count_dispatch_modes() else _NOTHING
 
 
 def profiler_label(what: str) -> contextlib.AbstractContextManager[Any]:

@@ -8,7 +8,7 @@ addresses: making a tensor for each would cost more than the call.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,12 +16,17 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from tbhooks.reduction.torch_private import look_up
+
 LIBRARY = Path(__file__).with_name("_kernel.so")
 # Incremented when a row or a bucket changes its meaning: a library left over from another version is not loaded.
 ABI = 3
 _CODES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 # Subclasses may wrap other tensors and have no memory of their own.
-_PLAIN = (Tensor, Parameter)
+_PLAIN = frozenset({Tensor, Parameter})
+_has_storage: Callable[[Tensor], bool] = look_up(
+    "torch._C._has_storage", lambda _: True, "tensors of torch.func are recognised by an error that is counted"
+)
 
 Address = int
 NULL: Address = 0
@@ -70,25 +75,24 @@ def name() -> str:
 def can_read(tensor: Tensor) -> bool:
     """Whether the kernel can read the memory of this tensor."""
     return (
-        library is not None
-        and type(tensor) in _PLAIN
+        type(tensor) in _PLAIN
         and tensor.dtype in _CODES
         and tensor.is_cpu
         and tensor.layout is torch.strided
+        and _has_storage(tensor)  # tensors of torch.func have none
         and not tensor.is_nested
         and not tensor.is_neg()
-        and not tensor._is_zerotensor()  # zeros made by autograd have no memory
         and tensor.is_contiguous()
-        and _has_memory(tensor)
+        and (_has_memory(tensor) if tensor.storage_offset() or not tensor.data_ptr() else True)
+        and library is not None
     )
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    """Not if its storage was freed, as FSDP does between steps."""
-    start = tensor.storage_offset()
-    if start == 0:
-        return tensor.data_ptr() != 0 or tensor.numel() == 0
-    return tensor.untyped_storage().nbytes() >= (start + tensor.numel()) * tensor.itemsize
+    """Not if its storage was freed, as FSDP does between steps. Zeros made by autograd have no memory either."""
+    size = tensor.numel()
+    needed = (tensor.storage_offset() + size) * tensor.itemsize
+    return size == 0 or (tensor.data_ptr() != 0 and tensor.untyped_storage().nbytes() >= needed)
 
 
 def reduce(numbers: Tensor, row: Address, counts: Address) -> None:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from tbhooks.capture.autograd import NO_BACKWARD, in_backward
+from tbhooks.capture.autograd import NO_BACKWARD, in_backward, running_backward
 from tbhooks.capture.compile.dynamo import CompileGate
 from tbhooks.capture.cuda_graphs import GraphCapture
 from tbhooks.capture.hooks.collectors import Collectors
@@ -112,7 +112,21 @@ class ActiveStep:
         context = self.context
         if context.backward != NO_BACKWARD and not in_backward() and self.passes.has_raised(context.running):
             self._drop_backward(context)
+        current.read_in = context
         return self.recorder
+
+    def continued_forward(self) -> Pass | None:
+        """The training forward of the whole model that is running, if something of it was read into the open step.
+
+        `active_recorder` has decided then, and it is this step's recorder. Nearly all outputs are read this way.
+        """
+        forward, context, model = self.passes.running(), self.context, self._model()
+        if forward is None or context is None or forward.read_in is not context or forward.evaluates:
+            return None
+        if context.backward != NO_BACKWARD or running_backward() != NO_BACKWARD or self.recorder.overflowed:
+            return None
+        is_trained = model is not None and model.training and not self.graph_capture.is_capturing()
+        return forward if is_trained else None
 
     def _announce_forward(self) -> None:
         if self.expects_forward and not in_backward():

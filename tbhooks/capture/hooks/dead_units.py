@@ -41,15 +41,17 @@ class DeadUnits:
 
     def add(self, name: str, output: Tensor, forward: object) -> None:
         """Adds one call's output. `name` is that of the site: `activation/<path>` or `functional/<path>`."""
-        if not output.is_floating_point() or output.layout is not torch.strided or output.numel() == 0:
+        by_kernel = cpu.can_read(output)
+        is_readable = by_kernel or (output.is_floating_point() and output.layout is torch.strided)
+        if not is_readable or output.numel() == 0:
             return
         known = self._peaks.setdefault(forward, {})
-        by_kernel = cpu.can_read(output)
         for dim in _unit_dimensions(output):
             before = known.get((name, dim))
             if before is not None and not _has_same_units(before.largest, output.size(dim), output.device):
                 before = None
-            largest = (_alive if by_kernel else _largest)(output.detach(), dim, before.largest if before else None)
+            earlier = before.largest if before else None
+            largest = _alive(output, dim, earlier) if by_kernel else _largest(output.detach(), dim, earlier)
             samples = output.numel() // output.size(dim)
             known[name, dim] = _Peaks(largest, samples + (before.samples if before else 0))
 
@@ -96,9 +98,12 @@ def _dead_share(largest: Tensor) -> Tensor:
     return (largest == 0).to(torch.float32).mean(-1)
 
 
+_DIMENSIONS: dict[int, tuple[int, ...]] = {0: (), 1: (0,), 2: (1,), 3: (1, 2)}
+
+
 def _unit_dimensions(output: Tensor) -> tuple[int, ...]:
     """The dimensions that may hold units: after the batch for images, last for vectors, both for sequences."""
-    return {0: (), 1: (0,), 2: (1,), 3: (1, 2)}.get(output.dim(), (1,))
+    return _DIMENSIONS.get(output.dim(), (1,))
 
 
 def _has_same_units(known: Tensor, width: int, device: torch.device) -> bool:

@@ -19,6 +19,7 @@ from tbhooks.capture.hooks.hook_types import GradientHook, ScaledLossHook
 from tbhooks.capture.hooks.manager import hook_tensor
 from tbhooks.capture.hooks.passes import Pass
 from tbhooks.capture.hooks.step_context import StepContext
+from tbhooks.capture.recording.recorder import can_be_one_of_many
 from tbhooks.data.self_report import Report, describe_exception
 from tbhooks.reduction.torch_rows import has_no_data
 
@@ -34,6 +35,10 @@ class GradientReader:
     def hook(self, context: StepContext, tensor: Tensor) -> GradientHook:
         """Registers a gradient hook on an output of the open step."""
         hook = GradientHook(self, context, tensor._is_view())
+        if hook.is_view:
+            # If the base of a view was changed in place, torch makes a new grad_fn when it is read. A hook that is
+            # registered before that would never be called.
+            tensor.grad_fn  # noqa: B018
         handle = hook_tensor(tensor, hook)
         if tensor.is_leaf:  # it outlives the step, and so would the hook
             context.leaf_handles.append(handle)
@@ -48,7 +53,7 @@ class GradientReader:
 
     def on_gradient(self, hook: GradientHook, gradient: Tensor) -> None:
         context, recorder, report = self._step.context, self._step.recorder, self._report
-        if context is None or hook.step is not context or self._step.graph_capture.is_running():
+        if context is None or hook.step is not context or self._is_captured():
             return
         started = report.enter()
         try:
@@ -57,25 +62,35 @@ class GradientReader:
             self._mark_reached(context, hook.passes)
             if hook.sites:
                 report.hooks_fired += 1
-                first, *others = hook.sites
-                if has_no_data(gradient):
-                    report.mark_unseen(str(recorder.sites[first]), "the tensor holds no data, as in torch.func")
-                    return
-                with without_dispatch_modes():
-                    span = recorder.record(first, gradient, context.scale, context.running)
+                self._record(context, hook.sites, gradient)
                 if recorder.metrics is not None:
                     for site in map(recorder.sites.__getitem__, hook.sites):
                         recorder.read_metrics(
                             "gradient", site.path, site.index, gradient, context.running, context.scale
                         )
-                if span is not None:
-                    for other in others:
-                        recorder.share(other, span, context.running)
         except Exception as problem:
             hook.failure = f"its gradient hook failed: {describe_exception(problem)}"
             report.error("gradient hook", problem)
         finally:
             report.leave(started)
+
+    def _is_captured(self) -> bool:
+        capture = self._step.graph_capture
+        return capture.is_capturing() and capture.is_running()
+
+    def _record(self, context: StepContext, sites: list[int], gradient: Tensor) -> None:
+        """Reduces a gradient for all sites whose output is its tensor."""
+        recorder, span = self._step.recorder, None
+        if context.scale is None and can_be_one_of_many(gradient):
+            span = recorder.record(sites[0], gradient, None, context.running, True)
+        elif has_no_data(gradient):
+            self._report.mark_unseen(str(recorder.sites[sites[0]]), "the tensor holds no data, as in torch.func")
+        else:
+            with without_dispatch_modes():
+                span = recorder.record(sites[0], gradient, context.scale, context.running)
+        if span is not None:
+            for other in sites[1:]:
+                recorder.share(other, span, context.running)
 
     def on_scaled_loss(self, hook: ScaledLossHook) -> None:
         context = self._step.context
@@ -89,6 +104,8 @@ class GradientReader:
         step = self._step
         step.admission.backpropagates = True
         for forward in passes:
+            if context.running in forward.reached_by:
+                continue
             if step.is_provisional(forward) and step.evaluation is not None:
                 step.evaluation.drop({forward})
             forward.reached_by.add(context.running)
@@ -96,7 +113,7 @@ class GradientReader:
 
     def _note_backward(self, context: StepContext) -> None:
         """Once for each backward pass: passes inside passes (reentrant checkpoints) are part of it."""
-        if self._listener is None or context.backward != NO_BACKWARD or not in_backward():
+        if context.backward != NO_BACKWARD or self._listener is None or not in_backward():
             return
         context.backward = backward_pass()
         context.running = self._step.passes.begin_backward()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tbhooks.capture import tensor_tree
-from tbhooks.capture.autograd import in_backward, profiler_label
+from tbhooks.capture.autograd import in_backward, is_profiled, profiler_label
 from tbhooks.capture.compile import dynamo
 from tbhooks.capture.compile.dynamo import CompileGate, dynamo_skip
 from tbhooks.capture.functional.function_mode import FunctionalObserver
@@ -126,9 +126,11 @@ class ForwardHook(UnpicklableHook):
                     self._observe_pair(args, output)
         elif self.broken:
             self.observer.on_call(self)
-        else:
+        elif is_profiled():
             with profiler_label("activation"):
                 self.observer.on_output(self, output, args)
+        else:  # without a context manager that does nothing, which costs as much as it looks
+            self.observer.on_output(self, output, args)
 
     def _observe_pair(self, args: Any, output: Any) -> None:
         found = tensor_tree.tensors(output)
@@ -200,9 +202,13 @@ class GradientHook:
 
     @dynamo_skip
     def __call__(self, gradient: Tensor | None) -> None:
-        if gradient is not None:
+        if gradient is None:
+            return
+        if is_profiled():
             with profiler_label("gradient"):
                 self.observer.on_gradient(self, gradient)
+        else:
+            self.observer.on_gradient(self, gradient)
 
 
 def is_hooked(tensor: Tensor, step: object, site: int) -> bool:

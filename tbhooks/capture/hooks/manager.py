@@ -403,8 +403,5 @@ def hook_calls(modules: Mapping[str, nn.Module], observer: CallObserver) -> list
 
 def hook_tensor(tensor: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
     """Calls the hook with the tensor's gradient."""
-    # If the base of a view was changed in place, torch makes a new grad_fn when it is read. A hook that is registered
-    # before that would never be called.
-    tensor.grad_fn  # noqa: B018
     handle: RemovableHandle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
     return handle

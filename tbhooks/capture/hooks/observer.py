@@ -13,7 +13,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from tbhooks.capture import selection
-from tbhooks.capture.autograd import in_backward, is_traced, profiler_label, without_dispatch_modes
+from tbhooks.capture.autograd import (
+    count_dispatch_modes,
+    in_backward,
+    is_traced,
+    profiler_label,
+    tracing_state,
+    without_dispatch_modes,
+)
 from tbhooks.capture.compile.dynamo import CompileGate
 from tbhooks.capture.compile.graph_outputs import GraphReader
 from tbhooks.capture.functional.function_mode import FunctionalObserver
@@ -23,6 +30,7 @@ from tbhooks.capture.hooks.gradients import GradientReader
 from tbhooks.capture.hooks.hook_types import ForwardHook
 from tbhooks.capture.hooks.manager import HookManager
 from tbhooks.capture.hooks.outputs import OutputReader
+from tbhooks.capture.hooks.passes import Pass
 from tbhooks.capture.hooks.step_context import StepContext
 from tbhooks.capture.recording.recorder import Recorder
 from tbhooks.capture.retries import Retries
@@ -222,27 +230,40 @@ class Observer:
     # What the hooks call.
 
     def on_output(self, hook: ForwardHook, output: object, args: tuple[Any, ...] = ()) -> None:
-        if is_traced():
+        if tracing_state() is not None:
             return
         report, step = self._report, self._step
         started = report.enter()
         try:
-            recorder = step.active_recorder()
-            provisional = step.provisional_pass(recorder)
-            if (recorder is None or recorder.overflowed) and provisional is None:
-                return
-            with without_dispatch_modes():
+            forward = step.continued_forward()
+            if forward is None or count_dispatch_modes():
+                with without_dispatch_modes():
+                    self._begin_reading(hook, output, args)
+            else:
                 report.hooks_fired += 1
-                if recorder is not None and recorder is step.evaluation:
-                    self._outputs.read_evaluation(recorder, hook, output)
-                if step.context is not None and (recorder is self._recorder or provisional is not None):
-                    forward = step.passes.note(provisional or step.passes.current())
-                    if self._outputs.read_output(step.context, forward, hook, output, args):
-                        self.placement.come_last(hook)  # parallelize_module registers its hooks after ours
+                self._read_output(forward, hook, output, args)
         except Exception as problem:
             self._on_failure(hook, problem)
         finally:
             report.leave(started)
+
+    def _begin_reading(self, hook: ForwardHook, output: object, args: tuple[Any, ...]) -> None:
+        """Reads an output after deciding which recorder its forward belongs to."""
+        step = self._step
+        recorder = step.active_recorder()
+        provisional = step.provisional_pass(recorder)
+        if (recorder is None or recorder.overflowed) and provisional is None:
+            return
+        self._report.hooks_fired += 1
+        if recorder is not None and recorder is step.evaluation:
+            self._outputs.read_evaluation(recorder, hook, output)
+        if recorder is self._recorder or provisional is not None:
+            self._read_output(step.passes.note(provisional or step.passes.current()), hook, output, args)
+
+    def _read_output(self, forward: Pass, hook: ForwardHook, output: object, args: tuple[Any, ...]) -> None:
+        context = self._step.context
+        if context is not None and self._outputs.read_output(context, forward, hook, output, args):
+            self.placement.come_last(hook)  # parallelize_module registers its hooks after ours
 
     def _on_failure(self, hook: ForwardHook, problem: Exception) -> None:
         """A hook that failed is called again on the next logged step, and given up after several in a row."""

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from tbhooks.capture import sharded_tensors, tensor_tree
-from tbhooks.capture.autograd import in_backward, without_dispatch_modes
+from tbhooks.capture.autograd import NO_BACKWARD, in_backward, running_backward, without_dispatch_modes
 from tbhooks.capture.compile import dynamo
 from tbhooks.capture.hooks.active_step import ActiveStep
 from tbhooks.capture.hooks.dead_units import RECTIFIED
@@ -19,7 +19,7 @@ from tbhooks.capture.hooks.hook_types import ForwardHook, is_hooked
 from tbhooks.capture.hooks.passes import Pass
 from tbhooks.capture.hooks.step_context import StepContext
 from tbhooks.capture.recording.packed_step import Span
-from tbhooks.capture.recording.recorder import NO_SITE, Recorder
+from tbhooks.capture.recording.recorder import NO_SITE, Recorder, can_be_one_of_many
 from tbhooks.capture.scalars.metrics import PAIR, compared
 from tbhooks.data.frame import Site
 from tbhooks.data.self_report import Report
@@ -43,8 +43,9 @@ class OutputReader:
         self, context: StepContext, forward: Pass, hook: ForwardHook, output: object, args: tuple[Any, ...] = ()
     ) -> bool:
         """Returns whether there is a DTensor in the output. `args` are the arguments of the module."""
-        (forward.paths if self._step.is_provisional(forward) else context.called).add(hook.path)
-        found = tensor_tree.tensors(output)
+        is_provisional = forward.evaluates and self._step.is_provisional(forward)
+        (forward.paths if is_provisional else context.called).add(hook.path)
+        found = [("", output)] if type(output) is Tensor else tensor_tree.tensors(output)
         if not found:
             self._report.mark_unseen(hook.path, f"its output ({type(output).__name__}) contains no tensor")
         is_hidden = self._step.gate.was_compiled and dynamo.with_gradients_inside(found)
@@ -52,25 +53,27 @@ class OutputReader:
             self._read_tensor(context, forward, hook, index, tensor, is_hidden)
         if self._step.recorder.metrics is not None and not in_backward():
             self._read_metrics(forward, hook, found, args)
-        return any(sharded_tensors.is_dtensor(tensor) for _, tensor in found)
+        return type(output) is not Tensor and any(sharded_tensors.is_dtensor(tensor) for _, tensor in found)
 
     def _read_tensor(
         self, context: StepContext, forward: Pass, hook: ForwardHook, index: str, tensor: Tensor, is_hidden: bool
     ) -> None:  # fmt: skip
-        if has_no_data(tensor):
+        is_plain = can_be_one_of_many(tensor)
+        if not is_plain and has_no_data(tensor):
             self._report.mark_unseen(hook.path + index, "the tensor holds no data, as in tracing and torch.func")
             return
-        recorder, is_recomputed = self._step.recorder, in_backward()
-        activation, gradient = hook.site_numbers(index)
+        recorder, is_recomputed = self._step.recorder, running_backward() != NO_BACKWARD
+        activation, gradient = hook.sites.get(index) or hook.site_numbers(index)
         span, gradient_hook = context.lookup(tensor)
         if activation != NO_SITE and not is_recomputed:
             if span is not None:
                 recorder.share(activation, span, forward)
             else:
-                span = _record(recorder, activation, tensor, forward)
+                span = _record(recorder, activation, tensor, forward, is_plain)
             if span is None or self._report.unseen:
                 _mark(self._report, hook.path + index, tensor, span is not None)
-        if (hook.has_units or hook.collects_outputs) and not is_recomputed and not self._step.is_provisional(forward):
+        is_collected = (hook.has_units or hook.collects_outputs) and not is_recomputed
+        if is_collected and not (forward.evaluates and self._step.is_provisional(forward)):
             self._collect_output(hook, index, tensor, forward)
         if is_hidden and gradient != NO_SITE:
             gradient = NO_SITE
@@ -143,10 +146,10 @@ def record_tensor(recorder: Recorder, site: int, tensor: Tensor, report: Report,
         _mark(report, str(recorder.sites[site]), tensor, _record(recorder, site, tensor, owner) is not None)
 
 
-def _record(recorder: Recorder, site: int, tensor: Tensor, owner: object) -> Span | None:
+def _record(recorder: Recorder, site: int, tensor: Tensor, owner: object, is_plain: bool = False) -> Span | None:
     """Returns where the record is; None if the tensor holds no real numbers."""
     try:
-        return recorder.record(site, tensor, None, owner)
+        return recorder.record(site, tensor, None, owner, is_plain)
     except (RuntimeError, TypeError, NotImplementedError):
         if is_ordinary(tensor):
             raise

@@ -58,7 +58,7 @@ class Backward:
 class Pass:
     """One forward; it owns the activations that were recorded in it."""
 
-    __slots__ = ("evaluates", "hooked", "paths", "raised", "reached_by", "without_grad")
+    __slots__ = ("evaluates", "hooked", "paths", "raised", "reached_by", "read_in", "without_grad")
 
     def __init__(self) -> None:
         self.without_grad = not may_reach_backward()
@@ -67,6 +67,8 @@ class Pass:
         self.hooked = False
         """Whether a gradient that reaches it would be noticed."""
         self.raised = False
+        self.read_in: object = None
+        """The step that it is part of as a training forward, once something of it was read."""
         self.paths: set[str] = set()
         self.reached_by: set[Backward] = set()
 
@@ -146,6 +148,11 @@ class Passes:
         self._loose = {}
 
     # Called by the readers.
+
+    def running(self) -> Pass | None:
+        """The innermost forward of the whole model that is running in this thread."""
+        running = self._open.get(threading.get_ident())
+        return running[-1] if running else None
 
     def current(self) -> Pass:
         """The pass that is running in this thread, or in the thread that has started this one."""

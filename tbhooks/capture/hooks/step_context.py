@@ -28,14 +28,8 @@ NONE_CAME = "no gradient came out of the compiled graph: there was no backward, 
 MOST_RECENT = 256
 
 
-@dataclass(slots=True)
-class _Recent:
-    """A tensor read a moment ago, to recognise it when the next module returns it unchanged."""
-
-    tensor: weakref.ref[Tensor]
-    version: int
-    span: Span | None
-    hook: GradientHook | None
+_Recent = tuple[weakref.ref[Tensor], int, Span | None, GradientHook | None]
+"""A tensor read a moment ago, its version, record and hook: it is recognised when the next module returns it again."""
 
 
 @dataclass
@@ -80,9 +74,9 @@ class StepContext:
     def lookup(self, tensor: Tensor) -> tuple[Span | None, GradientHook | None]:
         """The record and the gradient hook of this very tensor, if it is unchanged since it was read."""
         recent = self._recent.get(id(tensor))
-        if recent is None or recent.tensor() is not tensor or recent.version != tensor._version:
+        if recent is None or recent[0]() is not tensor or recent[1] != tensor._version:
             return None, None
-        return recent.span, recent.hook
+        return recent[2], recent[3]
 
     def cache(self, tensor: Tensor, span: Span | None, hook: GradientHook | None) -> None:
         """Keeps them for `lookup`."""
@@ -90,7 +84,7 @@ class StepContext:
             return
         if len(self._recent) > MOST_RECENT:
             self._recent.clear()
-        self._recent[id(tensor)] = _Recent(weakref.ref(tensor), tensor._version, span, hook)
+        self._recent[id(tensor)] = (weakref.ref(tensor), tensor._version, span, hook)
 
     def remove_leaf_hooks(self) -> None:
         """Removes the gradient hooks that would outlive the step."""

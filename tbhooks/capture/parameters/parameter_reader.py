@@ -139,6 +139,8 @@ class ParameterReader:
         """Reads weights and gradients before the step. A closure computes the gradients inside the step."""
         with self._report.guarded("reading parameters"), torch.no_grad():
             self._log_learning_rates(optimizer)
+            if not self._reads_parameters:
+                return
             # A fused optimizer gets scaled gradients and divides them itself.
             scale = getattr(optimizer, "grad_scale", None)
             with self._batch() as batch:
@@ -147,6 +149,11 @@ class ParameterReader:
                     if not has_closure:
                         self._read_gradient(key, batch, scale)
             self._copy_weights(batch.clones, optimizer)
+
+    @property
+    def _reads_parameters(self) -> bool:
+        """Whether statistics of parameters are wanted at all. Finding the parameters takes a while."""
+        return self._recorder.wants("weight", "weight_gradient", "update")
 
     def _copy_weights(self, weights: dict[int, Tensor], optimizer: Optimizer) -> None:
         """Copies weights on devices, as much of them as fits into the free memory."""
@@ -185,6 +192,8 @@ class ParameterReader:
 
     def after_optimizer(self, optimizer: Optimizer, has_closure: bool) -> None:
         """Reads the updates, and the gradients if a closure has computed them."""
+        if not self._reads_parameters:
+            return
         with self._report.guarded("reading updates"), torch.no_grad(), self._batch() as batch:
             for key in self._keys(optimizer):
                 if has_closure:
@@ -194,6 +203,8 @@ class ParameterReader:
 
     def read_remaining(self) -> None:
         """Reads the parameters that no optimizer has stepped: frozen, in no optimizer, or updated by hand."""
+        if not self._reads_parameters:
+            return
         with self._report.guarded("reading parameters"), torch.no_grad(), self._batch() as batch:
             self._find_parameters()
             for key in [key for key in self._paths if key not in self._read]:

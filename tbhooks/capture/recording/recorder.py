@@ -175,19 +175,21 @@ class Recorder:
                 buffer.reset()
 
     def record(
-        self, site: int, tensor: Tensor, scale: Tensor | None = None, owner: object = None
+        self, site: int, tensor: Tensor, scale: Tensor | None = None, owner: object = None, is_plain: bool = False
     ) -> Span | None:  # fmt: skip
         """Reduces a tensor for a site, divided by `scale` if there is one. Returns None if it holds no real numbers.
 
-        `owner` identifies the record for `drop`.
+        `owner` identifies the record for `drop`. `is_plain` says that `can_be_one_of_many` was asked and is true.
         """
         with self._lock:
-            if scale is None and can_be_one_of_many(tensor):  # nearly always on a CPU: the shortest way
+            if scale is None and (is_plain or can_be_one_of_many(tensor)):  # nearly always on a CPU: the shortest way
                 span: Span | None = self._record_one(tensor)
             else:
                 span = self._record_any(site, tensor, scale)
             if span is not None:
-                self.share(site, span, owner)
+                if owner is not None:
+                    self._owners[len(self.calls)] = owner
+                self.calls.append((site, span))
         return span
 
     def _record_any(self, site: int, tensor: Tensor, scale: Tensor | None) -> Span | None:
