@@ -17,7 +17,7 @@ from tbhooks.api.handle import Watch
 from tbhooks.api.lifecycle import Lifecycle
 from tbhooks.capture.rank_context import RankContext, this_rank
 from tbhooks.capture.schedule import Bursts, Schedule
-from tbhooks.capture.selection import Selector, unwrap
+from tbhooks.capture.selection import Selector, is_keras, unwrap
 from tbhooks.capture.session import CaptureSession
 from tbhooks.capture.step.clock import MODES
 from tbhooks.data.errors import check_integer, check_names, invalid_argument
@@ -33,8 +33,8 @@ from tbhooks.sinks import HasSteps, Sink
 __all__ = ["Watch", "unwatch", "watch"]
 
 KERAS = (
-    "this is a Keras model: its layers and optimizers are not torch's. Only the whole model and its parameters are "
-    "captured, without updates, and each forward counts as a step"
+    "this is a Keras model. If an optimizer of Keras trains it, updates are not captured, and a forward after a "
+    "backward begins the next step"
 )
 OLD_KERNEL = (
     "the C kernel is not used, so torch operations, which are slower, reduce CPU tensors: {}. Build it again with "
@@ -123,7 +123,7 @@ def _start(
     )  # fmt: skip
     life = Lifecycle(weakref.ref(unwrap(model)), session, worker, sinks, context, report)
     watching = Watch(session, worker, life, actions, history, kinds, make_sinks)
-    if any(kind.__module__.partition(".")[0] == "keras" for kind in type(model).__mro__):
+    if is_keras(model):
         report.log_once(KERAS)
     if cpu.failure:
         report.log_once(OLD_KERNEL.format(cpu.failure))

@@ -51,7 +51,7 @@ class Modules:
 
 
 def walk(model: nn.Module) -> Modules:
-    """All modules in the order of `named_modules()`."""
+    """All modules in the order of `named_modules()`, then layers of Keras that it does not list."""
     by_path: dict[str, nn.Module] = {}
     first: dict[int, str] = {}
     aliases: dict[str, str] = {}
@@ -67,7 +67,25 @@ def walk(model: nn.Module) -> Modules:
         for name, child in reversed(module._modules.items()):
             if child is not None:
                 stack.append((f"{prefix}.{name}" if prefix else name, unwrap(child)))
+    _add_keras_layers(by_path)
     return Modules(by_path, aliases)
+
+
+def is_keras(module: nn.Module) -> bool:
+    """Whether a module is a layer or a model of Keras 3."""
+    return any(kind.__module__.partition(".")[0] == "keras" for kind in type(module).__mro__)
+
+
+def _add_keras_layers(by_path: dict[str, nn.Module]) -> None:
+    """Sequential and functional models of Keras keep their layers in a list, where torch does not find them."""
+    known, waiting = set(map(id, by_path.values())), list(by_path.items())
+    for prefix, module in waiting:
+        for layer in getattr(module, "_layers", ()) if is_keras(module) else ():
+            path = layer.name if prefix == ROOT else f"{prefix}.{layer.name}"
+            if id(layer) not in known and path not in by_path:
+                known.add(id(layer))
+                by_path[path] = layer
+                waiting.append((path, layer))
 
 
 def parameters(modules: dict[str, nn.Module]) -> dict[str, nn.Parameter]:

@@ -30,6 +30,8 @@ def _inside(value: object, index: str, around: tuple[int, ...] | None) -> Iterat
     """
     if isinstance(value, Tensor):
         yield index, value
+    elif value is None or isinstance(value, (str, int, float)):  # torch.compile cannot ask None for its fields
+        return
     elif around is None:
         for key, item in _items(value):
             yield from _inside(item, f"{index}[{key}]", None)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 MOST_MODELS = 16
 KERAS = (
     "the script trains with Keras, whose optimizers are not torch's. "
-    "Call tbhooks.watch(model, writer) in the script instead: it reads the whole Keras model and its parameters"
+    "Call tbhooks.watch(model, writer) in the script instead: it captures a Keras model too, but for its updates"
 )
 WITHOUT_OPTIMIZER = "If it updates the weights itself, call tbhooks.watch(model, directory) in it"
 # The hooks of these kinds must be attached before the model is called.

@@ -18,13 +18,13 @@ import time
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
 
 import tbhooks
@@ -636,10 +636,32 @@ def test_stats_print_line_by_line_and_nothing_twice() -> None:
     assert w.stats.unseen
 
 
-def test_a_keras_model_is_recognised_and_what_is_not_read_of_it_is_said() -> None:
-    kind = type("Functional", (nn.Linear,), {"__module__": "keras.src.models.functional"})
-    with tbhooks.watch(kind(4, 1), every=1) as w:
+class KerasLayer(nn.Linear):
+    """As in Keras 3: a module with a name and a list of further layers, which torch does not see."""
+
+    __module__ = "keras.src.layers.layer"
+
+    def __init__(self, name: str, layers: Sequence[nn.Module] = ()) -> None:
+        super().__init__(4, 4)
+        self.name, self._layers = name, list(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self._layers:
+            x = layer(x)
+        return super().forward(x)
+
+
+def test_a_keras_model_is_read_layer_by_layer_and_what_is_not_read_is_said() -> None:
+    inner = KerasLayer("dense")
+    model = KerasLayer("model", [KerasLayer("dense"), KerasLayer("block", [inner]), inner])
+    with tbhooks.watch(model, every=1) as w:
         assert any("Keras" in message for message in w.stats.messages)
+        model(torch.randn(2, 4)).sum().backward()
+        w.step()
+        assert {"dense", "block", "block.dense", "(root)"} == {
+            site.name for site in w.latest.sites if site.kind == "activation"
+        }
+    assert not any(zoo.hook_count(layer) for layer in [model, inner, *model._layers])
     with tbhooks.watch(nn.Linear(4, 1), every=1) as w:
         assert not w.stats.messages
 
