@@ -222,7 +222,7 @@ class BeforeProcessGroupEnds:
 
     def __init__(self) -> None:
         self._drains: dict[int, Callable[[], None]] = {}
-        self._patch = wrapping("torch.distributed", "destroy_process_group", self._around, "torch 2.9 to 2.13")
+        self._patch = wrapping("torch.distributed", "destroy_process_group", self._around, "torch 2.10 to 2.15")
 
     def add(self, key: int, drain: Callable[[], None]) -> None:
         self._drains[key] = drain

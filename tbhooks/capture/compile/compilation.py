@@ -312,4 +312,4 @@ class _HookedCode:
 
 
 _hooked_code = _HookedCode()
-_PATCH = wrapping("torch._dynamo.convert_frame", "_compile", _compile, "torch 2.9 to 2.13", accepts=_note_compiled)
+_PATCH = wrapping("torch._dynamo.convert_frame", "_compile", _compile, "torch 2.10 to 2.15", accepts=_note_compiled)

@@ -10,7 +10,6 @@ compilation.py controls when hooks are compiled in. All other private interfaces
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import itertools
 import sys
 import threading
@@ -202,13 +201,9 @@ def _keep_in_order(operator: Any) -> None:
     """Without effects compilers may drop an operator that returns nothing."""
     lost = "what runs compiled is not read"
     try:
-        if importlib.util.find_spec("torch._library.effects") is not None:
-            ordered = look_up("torch._library.effects.EffectType", None, lost).ORDERED
-            registry = look_up("torch._library.simple_registry.singleton", None, lost)
-            registry.find(operator.name()).effect.register(ordered)
-        else:  # before torch 2.10
-            ordered = look_up("torch._higher_order_ops.effects._EffectType", None, lost).ORDERED
-            look_up("torch._higher_order_ops.effects._register_effectful_op", None, lost)(operator, ordered)
+        ordered = look_up("torch._library.effects.EffectType", None, lost).ORDERED
+        registry = look_up("torch._library.simple_registry.singleton", None, lost)
+        registry.find(operator.name()).effect.register(ordered)
     except Exception as problem:
         missing["effects of operators"] = f"{lost}: {type(problem).__name__}: {problem}"
 

@@ -63,7 +63,7 @@ def _around_step(wrapped: Any, scaler: GradScaler, args: Any, kwargs: Any) -> An
 
 
 _PATCHES = [
-    wrapping("torch.amp.grad_scaler", f"GradScaler.{name}", wrapper, "torch 2.9 to 2.13")
+    wrapping("torch.amp.grad_scaler", f"GradScaler.{name}", wrapper, "torch 2.10 to 2.15")
     for name, wrapper in (("scale", _around_scale), ("step", _around_step), ("unscale_", _around_unscale))
 ]
 

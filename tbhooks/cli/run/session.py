@@ -61,7 +61,7 @@ class Session:
         self._options = options
         self._target = target
         self._patches = [
-            wrapping(module, name, _then(function), "torch 2.9 to 2.13, tensorboardX 2.6")
+            wrapping(module, name, _then(function), "torch 2.10 to 2.15, tensorboardX 2.6")
             for module, name, function in (
                 ("torch", "compile", self._compiled),
                 ("torch.optim.optimizer", "Optimizer.__init__", self._made_optimizer),

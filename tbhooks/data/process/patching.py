@@ -6,7 +6,7 @@ architecture fails if any other module assigns to an attribute of another packag
 
 A patch is declared once, beside the code that needs it, with the versions it was tried with:
 
-    _PATCH = wrapping("torch.distributed", "destroy_process_group", _drain_first, "torch 2.9 to 2.13")
+    _PATCH = wrapping("torch.distributed", "destroy_process_group", _drain_first, "torch 2.10 to 2.15")
 
 It is installed while it has holders. `acquire` installs it for the first holder, or as soon as the module is imported
 if it is not yet. `release` puts the original object back after the last holder. If another package has wrapped our

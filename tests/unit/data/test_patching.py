@@ -182,4 +182,4 @@ def test_every_patch_names_what_it_replaces_and_the_versions_it_was_tried_with()
     from tbhooks.api import watch  # noqa: F401  declares them
 
     known = {(patch.module, patch.name): patch.tried_with for patch in declared() if patch.module.startswith("torch")}
-    assert known["torch.distributed", "destroy_process_group"].startswith("torch 2.9")
+    assert known["torch.distributed", "destroy_process_group"].startswith("torch 2.10")
