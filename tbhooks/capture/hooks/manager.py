@@ -60,7 +60,7 @@ class HookManager:
         self.hooks: dict[str, ForwardHook] = {}
         """By path; they are kept while they are detached."""
         self._taps: dict[str, ForwardHook] = {}
-        self._paths: dict[int, str] | None = None
+        self._paths: dict[int, tuple[str, weakref.ref[nn.Module]]] | None = None
         self.aliases: dict[str, str] = {}
         """Further names of shared modules."""
         self.is_attached = False
@@ -162,8 +162,9 @@ class HookManager:
         if self._paths is None:
             model = self._model()
             by_path = {} if model is None else selection.walk(model).by_path
-            self._paths = {id(own): path for path, own in by_path.items()}
-        return self._paths.get(id(module))
+            self._paths = {id(own): (path, weakref.ref(own)) for path, own in by_path.items()}
+        path, own = self._paths.get(id(module), (None, None))
+        return path if own is not None and own() is module else None
 
     def tap_hook(self, path: str, name: str) -> ForwardHook | None:
         """The hook of a tap, which is registered nowhere; None if its module is not watched."""

@@ -39,8 +39,8 @@ class Finder:
         """The step hooks of optimizers whose models are still to be found."""
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._leftover: list[RemovableHandle] = []
-        self._untrained: set[int] = set()
-        """The ids of modules without parameters of these optimizers."""
+        self._untrained: dict[int, weakref.ref[nn.Module]] = {}
+        """Modules without parameters of these optimizers, by id. Another module may have that id later."""
         self._models: list[weakref.ref[nn.Module]] = []
         """The models found so far."""
         self._waiting: RemovableHandle | None = None
@@ -50,7 +50,7 @@ class Finder:
         if optimizer in self._handles or self._is_known(optimizer):
             return
         self._handles[optimizer] = optimizer.register_step_pre_hook(self._before_step)
-        self._untrained = set()
+        self._untrained = {}
         self._start_looking()
 
     def on_compile(self) -> None:
@@ -86,14 +86,15 @@ class Finder:
             self._waiting = None
 
     def _forward_begins(self, module: nn.Module, _args: Any) -> None:
-        if not _may_be_training() or id(module) in self._untrained:
+        known = self._untrained.get(id(module))
+        if not _may_be_training() or (known is not None and known() is module):
             return
         with self._guarded():
             wanted = _parameters(self._handles)
             if not wanted.isdisjoint(parameters_of(module)):
                 self._decide(module)
             else:
-                self._untrained.update(map(id, module.modules()))
+                self._untrained.update((id(part), weakref.ref(part)) for part in module.modules())
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Called before a step of an optimizer whose model has not been found.

@@ -198,6 +198,32 @@ def test_an_evaluation_before_training_is_not_taken_for_it(begin: Begin, tmp_pat
     assert [frame.step for frame in only_run(tmp_path).training] == [0, 2]
 
 
+class Projection(nn.Module):
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+def test_a_model_at_the_address_of_a_module_that_is_gone_is_found(begin: Begin) -> None:
+    session = begin()
+    weight = nn.Parameter(torch.ones(4, 1))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    teacher = Projection(nn.Parameter(torch.ones(4, 1)))
+    teacher(batch())
+    address, others = id(teacher), []
+    del teacher
+    while id(model := Projection(weight)) != address:
+        others.append(model)
+        if len(others) > 1000:
+            pytest.skip("Python does not use that address again")
+    others.clear()
+    train(model, optimizer, steps=1)
+    assert session.watched
+
+
 def ids(*modules: nn.Module) -> frozenset[int]:
     return frozenset(id(parameter) for module in modules for parameter in module.parameters())
 
