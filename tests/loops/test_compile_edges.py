@@ -282,7 +282,7 @@ def test_graphs_of_the_watch_do_not_use_up_the_limit_on_recompilations() -> None
 
 
 def test_reduce_overhead_trains_as_unwatched_and_sees_everything() -> None:
-    case = compiled_case(zoo.ZOO["mlp"], None, mode="reduce-overhead")
+    case = compiled_case(zoo.ZOO["mlp"], "inductor", mode="reduce-overhead")
     bare = zoo.train(case, 3)
     reset()
     trace, watching = watched(case, 3, every=2)
