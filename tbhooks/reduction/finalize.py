@@ -23,24 +23,35 @@ WORST_ERROR = 1e-6
 
 @dataclass(frozen=True)
 class Block:
-    """Records reduced together: `size` elements each, of which those past `counts` are padding (NaN)."""
+    """Records reduced together: `size` elements each, of which those past `counts` are padding (NaN).
+
+    The columns before the variance are in float32 if the block is `narrow`, apart from those of the type of rows.
+    """
 
     records: Sequence[int]
     counts: Sequence[int]
     size: int
     shifted: bool = False
+    narrow: bool = False
 
 
-def gather(numbers: stats.Floats, blocks: Sequence[Block]) -> tuple[list[int], stats.Floats]:
+def narrow_numbers(blocks: Sequence[Block]) -> int:
+    """How many of the partial results are in float32, where rows are float64."""
+    return sum(VARIANCE * len(block.records) for block in blocks if block.narrow)
+
+
+def gather(wide: stats.Floats, narrow: stats.Floats, blocks: Sequence[Block]) -> tuple[list[int], stats.Floats]:
     """The records of all blocks and their rows, from the partial results of one block after the other."""
     records = [record for block in blocks for record in block.records]
     counts = np.array([count for block in blocks for count in block.counts], dtype=np.float64)
     sizes = np.array([block.size for block in blocks for _ in block.records], dtype=np.float64)
-    table, start = [], 0
+    table = []
     for block in blocks:
-        stop = start + (SHIFT + block.shifted) * len(block.records)
-        table.append(_with_shift(numbers[start:stop].reshape(-1, len(block.records))))
-        start = stop
+        n = len(block.records)
+        before = VARIANCE * n if block.narrow else 0
+        after = (SHIFT + block.shifted) * n - before
+        table.append(_with_shift(np.concatenate([narrow[:before], wide[:after]]).reshape(-1, n)))
+        narrow, wide = narrow[before:], wide[after:]
     return records, finish(np.concatenate(table, axis=1), counts, sizes)
 
 

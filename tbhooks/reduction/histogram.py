@@ -24,7 +24,7 @@ _LAYOUT = {
     torch.float64: (torch.int64, 51, 11),
     torch.bfloat16: (torch.int16, 6, 8),
 }
-# Counts of more elements than this would not be exact in float32.
+# Counts of more elements than this would not be exact in float32, and are made in float64.
 MOST = 1 << 24
 
 
@@ -63,12 +63,12 @@ def _bucket_of_bits(like: Tensor) -> Tensor:
 def add_counts(numbers: Tensor, out: Tensor) -> None:
     """Adds the bucket counts of a real, flat tensor to the `SLOTS` integers of `out`, in five launches.
 
-    One more for types that are converted first. Temporaries: 4 bytes for each element beside the type's own size.
+    One more for types that are converted first. Temporaries: 4 bytes for each element beside the type's own size, and 8
+    if there are more than `MOST`.
     """
     wide = numbers if numbers.dtype in _LAYOUT else numbers.float()
     table = _table(wide)
-    for part in (wide,) if len(wide) <= MOST else torch.split(wide, MOST):
-        out.index_add_(0, table, _counts_of_bits(part, len(table)).to(out.dtype))
+    out.index_add_(0, table, _counts_of_bits(wide, len(table)).to(out.dtype))
 
 
 def _counts_of_bits(numbers: Tensor, kinds: int) -> Tensor:
@@ -79,7 +79,7 @@ def _counts_of_bits(numbers: Tensor, kinds: int) -> Tensor:
         index = torch.bitwise_right_shift(bits, shift, out=torch.empty_like(bits, dtype=torch.int64)).add_(kinds // 2)
         return torch.zeros_like(index[:1]).expand(kinds).clone().index_add_(0, index, torch.ones_like(index))
     # In two operations: CUDA has no shift that writes floats.
-    leading = torch.bitwise_right_shift(bits, shift).to(torch.float32)
+    leading = torch.bitwise_right_shift(bits, shift).to(torch.float32 if len(bits) <= MOST else torch.float64)
     return torch.histc(leading, kinds, -(kinds // 2), kinds // 2)
 
 

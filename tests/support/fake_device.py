@@ -211,7 +211,7 @@ class FakeDeviceTensor(Tensor):
         host_out = func(*tree_map(_unwrap, args), **tree_map(_unwrap, host_kwargs))
         _check_float64(host_out)
         out = host_out if to_host else _rewrap(func, (args, kwargs), host_out)
-        if _kernels_of(func):
+        if _kernels_of(func, args):
             fake_streams.notify(func, args, kwargs, out)
         return out
 
@@ -308,16 +308,18 @@ def _record(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     synced = _waits_for_data(func, args)
     for log in Log._open:
         log.ops[str(func)] += 1
-        log.launches[str(func)] += _kernels_of(func)
+        log.launches[str(func)] += _kernels_of(func, args)
         log.copies.extend(copies)
         log.uploads.extend(uploads)
         log.syncs += synced
 
 
-def _kernels_of(func: OpOverload) -> int:
+def _kernels_of(func: OpOverload, args: tuple[Any, ...]) -> int:
     """How many kernels CUDA starts for an operation."""
     if func.is_view or func in _NO_KERNEL:
         return 0
+    if func is aten.where.self:  # which first converts one to the type of the other
+        return 1 + (args[1].dtype != args[2].dtype and args[1].dim() > 0 and args[2].dim() > 0)
     return 2 if func is aten.aminmax.default else 1  # along a dimension, the minimum and then the maximum
 
 

@@ -30,6 +30,9 @@ class _Utils:
     def get_device_properties(self, _: int) -> dict[str, int]:
         return {"max_shared_mem": 101376, "multiprocessor_count": 108}
 
+    def unload_module(self, _: int) -> None:
+        pass
+
 
 class FakeDriver(DriverBase):  # type: ignore[misc]
     """Launches of an A100 that are not made."""

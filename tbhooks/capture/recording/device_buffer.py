@@ -105,11 +105,10 @@ class Buffer:
             packed.append(chunk[: min(left, len(chunk))])
             left = max(0, left - len(chunk))
         parts = self.unfinished.packed()
-        if parts is None and not self._attached:
+        if not parts and not self._attached:
             return (packed[0] if len(packed) == 1 else torch.cat(packed)), 0, 0
-        behind = [*([] if parts is None else [parts]), *self._attached]
-        sizes = (0 if parts is None else len(parts)), sum(map(len, self._attached))
-        return torch.cat([*(chunk.view(-1) for chunk in packed), *behind]), *sizes
+        sizes = sum(map(len, parts)), sum(map(len, self._attached))
+        return torch.cat([*(chunk.view(-1) for chunk in packed), *parts, *self._attached]), *sizes
 
     def reset(self) -> None:
         """Makes all records unused, in one chunk that fits what the last step needed."""
@@ -179,8 +178,7 @@ class Unfinished:
         self.blocks.append(block)
         self.held += parts
 
-    def packed(self) -> Tensor | None:
-        """All partial results as bytes, in the order of the blocks."""
-        if not self.held:
-            return None
-        return torch.cat([part.reshape(-1) for part in self.held]).view(torch.uint8)
+    def packed(self) -> list[Tensor]:
+        """All partial results as bytes, in the order of the blocks: first those in float64, then those in float32."""
+        by_type = ([part.reshape(-1) for part in self.held if part.dtype is t] for t in (torch.float64, torch.float32))
+        return [torch.cat(parts).view(torch.uint8) for parts in by_type if parts]

@@ -54,8 +54,13 @@ class Copy:
         if self.unfinished:
             rows = rows.copy()
             end = len(self.host) - self.attached_bytes
-            behind = self.host[end - self.part_bytes : end].view(self.row_type)
-            records, values = finalize.gather(np.asarray(behind, dtype=np.float64), self.unfinished)
+            middle = end - 4 * finalize.narrow_numbers(self.unfinished)
+            wide, narrow = self.host[end - self.part_bytes : middle], self.host[middle:end]
+            parts = (
+                np.asarray(wide.view(self.row_type), np.float64),
+                np.asarray(narrow.view(torch.float32), np.float64),
+            )
+            records, values = finalize.gather(*parts, self.unfinished)
             rows[records] = values
         return rows
 

@@ -25,10 +25,10 @@ from tbhooks.reduction import batched, cpu, histogram, torch_rows, triton
 from tbhooks.reduction.cpu import Address
 from tbhooks.reduction.finalize import Block
 
-# Torch reductions make temporaries of 44 bytes an element: larger tensors are reduced in parts of at least this length,
-# and in so few parts that a tensor of 100 million elements takes some 130 launches, not thousands.
+# Torch reductions make temporaries of some 30 bytes an element: larger tensors are reduced in parts of at least this
+# length, and at most 2**25 (0.9 GB of temporaries for float32). 100 million elements take three parts and 54 launches.
 PART = 1 << 22
-MOST_PARTS = 7
+MOST_PARTS = 3
 # Bucket counts are 32-bit integers.
 MOST_COUNT = 2**31 - 1
 
@@ -55,15 +55,30 @@ def reduce_by_torch(numbers: Tensor, buffer: Buffer, record: int) -> None:
         parts = batched.reduce(block, buffer.row_type, is_padded=False)
         buffer.unfinished.hold(Block([record], [size], size, shifted=True), parts)
     else:
-        size = numbers.numel()
-        buffer.unfinished.hold(Block([record], [size], size), torch_rows.reduce(numbers, buffer.row_type))
+        _reduce_in_rows(numbers, buffer, record)
     if buffer.with_buckets:
         histogram.add_counts(numbers, buffer.counts(record))
 
 
-def part_length(size: int) -> int:
-    """How many elements of a tensor of `size` torch operations reduce at a time."""
-    return min(max(PART, -(-size // MOST_PARTS)), histogram.MOST)
+def _reduce_in_rows(numbers: Tensor, buffer: Buffer, record: int) -> None:
+    """As one row, or as two with a record each if there are more elements than float32 can count."""
+    records = [record]
+    if numbers.numel() > histogram.MOST:
+        second = buffer.take()
+        if second is None:  # the buffer has overflowed
+            torch_rows.write_constant(buffer.row(record), count=0)
+            return
+        records.append(second)
+    rows = numbers.view(len(records), -1)
+    block = Block(records, [rows.size(1)] * len(records), rows.size(1), narrow=numbers.dtype is not torch.float64)
+    buffer.unfinished.hold(block, torch_rows.reduce(rows, buffer.row_type))
+
+
+def part_length(numbers: Tensor) -> int:
+    """How many elements of a tensor torch operations reduce at a time. An even number can be reduced in two rows."""
+    size = numbers.numel()
+    in_two_rows = size % 2 == 0 and torch_rows.has_float64(numbers.device)
+    return min(max(PART, -(-size // (2 * MOST_PARTS)) * 2), histogram.MOST * (2 if in_two_rows else 1))
 
 
 def _reduce_divided(numbers: Tensor, scale: Tensor, buffer: Buffer, record: int) -> None:
@@ -411,7 +426,7 @@ class Recorder:
                 return None
             if triton.takes(numbers):
                 return self._record_parts(numbers, triton.LONGEST, partial(_reduce_by_triton, scale))
-            longest = part_length(numbers.numel())
+            longest = part_length(numbers)
             if scale is not None:
                 return self._record_parts(numbers, longest, lambda *part: _reduce_divided(part[0], scale, *part[1:]))
             if cpu.can_read(numbers):
