@@ -4,9 +4,7 @@ The modules run on fake tensors, which gives the shapes of all activations; thei
 launches are counted where the package makes them, torch operations as they are dispatched. Copies are not launches:
 there is one to the host, and with Triton one of a table for each type of parameter, before and after the optimizer.
 
-"Before" is what was launched before parameters and rows were merged, computed from the launches for each tensor: with
-Triton two, and one or three more for an update; with torch operations 10 for each million elements; for small
-parameters together 20 a block.
+"Before" was estimated for commit c4a9827, before parameters and rows were merged, and never counted.
 
     python benchmarks/launches.py
 """
@@ -24,9 +22,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tbhooks.capture.recording import recorder
+from tbhooks.capture.recording import reducers
 from tbhooks.reduction import batched, histogram, torch_rows, triton
 
+ESTIMATED_BEFORE = {"Llama 7B, torch operations": "820,000", "Llama 7B, Triton": "3,700"}
 TABLE = Path(__file__).with_name("results") / "launches.md"
 SLOTS = histogram.SLOTS
 
@@ -52,8 +51,13 @@ class Launches(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_free = func.is_view or "empty" in func.__name__
-        self.count += 0 if is_free else 2 if "aminmax" in func.__name__ else 1
+        self.count += 0 if is_free else 2 if "aminmax" in func.__name__ or _converts(func, args) else 1
         return func(*args, **(kwargs or {}))
+
+
+def _converts(func: Any, args: Any) -> bool:
+    """Whether it is a torch.where that first converts one tensor to the type of the other."""
+    return func is torch.ops.aten.where.self and args[1].dtype != args[2].dtype and args[2].dim() > 0
 
 
 def launched(call: Callable[[], object]) -> int:
@@ -132,15 +136,26 @@ def by_torch(shapes: Shapes) -> int:
     total = sum(alone(tensor) for tensor in shapes.activations * 2)
     small = [tensor for tensor in shapes.parameters if tensor.numel() <= batched.LENGTHS[-1]]
     large = [tensor for tensor in shapes.parameters if tensor.numel() > batched.LENGTHS[-1]]
-    total += 3 * sum(alone(tensor) for tensor in large) + sum(1 + 2 * (t.itemsize < 4) for t in large)
+    total += sum(2 * alone(tensor) + update(tensor) for tensor in large)
     for minus in (False, False, True):
         wanted = [(0, tensor, tensor if minus else None, None) for tensor in small]
         total += sum(map(together, batched.groups(wanted)))
     return total
 
 
+def parts_of(tensor: Tensor) -> int:
+    return -(-tensor.numel() // reducers.part_length(tensor))
+
+
+def update(tensor: Tensor) -> int:
+    """Half precision is converted and subtracted part by part, float32 in place and at once."""
+    if tensor.itemsize >= 4:
+        return 1 + alone(tensor)
+    return 2 * parts_of(tensor) + alone(torch.empty(tensor.numel(), device="meta"))
+
+
 def alone(tensor: Tensor) -> int:
-    parts = -(-tensor.numel() // recorder.part_length(tensor.numel()))
+    parts = parts_of(tensor)
     part = torch.empty(tensor.numel() // parts, dtype=tensor.dtype, device="meta")
     counts = torch.empty(SLOTS, dtype=torch.int32, device="meta")
 
@@ -162,27 +177,24 @@ def together(group: Any) -> int:
     return launched(reduce)
 
 
-def before(shapes: Shapes, each: Callable[[Tensor], int]) -> int:
-    """`each` is what a tensor costs."""
-    small = [tensor for tensor in shapes.parameters if tensor.numel() <= batched.LENGTHS[-1]]
-    large = [tensor for tensor in shapes.parameters if tensor.numel() > batched.LENGTHS[-1]]
-    blocks = 3 * len(list(batched.groups([(0, tensor, None, None) for tensor in small])))
-    updates = sum(1 if tensor.itemsize >= 4 else 3 for tensor in large)
-    return sum(map(each, shapes.activations * 2)) + 3 * sum(map(each, large)) + updates + 20 * blocks
-
-
 def main() -> None:
-    lines = ["| launches of a logged step with histograms | tensors | before | now |", "|---|---|---|---|"]
-    for name, make in (("GPT-2, 8 x 1024 tokens, float32", gpt2), ("Llama 7B, 4 x 2048 tokens, bfloat16", llama)):
+    lines = [
+        "| launches of a logged step with histograms | tensors | before, estimated | counted now |",
+        "|---|---|---|---|",
+    ]
+
+    def row(name: str, tensors: int, launches: int) -> None:
+        lines.append(f"| {name} | {tensors:,} | {ESTIMATED_BEFORE.get(name, '')} | {launches:,} |")
+
+    for name, make in (("GPT-2", gpt2), ("Llama 7B", llama)):
         shapes = make()
         tensors = 2 * len(shapes.activations) + 3 * len(shapes.parameters)
-        old = before(shapes, lambda tensor: 10 * -(-tensor.numel() // (1 << 20)))
-        lines.append(f"| {name}, torch operations | {tensors:,} | {old:,} | {by_torch(shapes):,} |")
-        old = before(shapes, lambda _: 2)
-        lines.append(f"| {name}, Triton | {tensors:,} | {old:,} | {by_triton(shapes):,} |")
-        lines.append(f"| {name}, Triton, parameters only | {3 * len(shapes.parameters):,} | "
-                     f"{before(Shapes([], shapes.parameters), lambda _: 2):,} | "
-                     f"{by_triton(Shapes([], shapes.parameters)):,} |")  # fmt: skip
+        row(f"{name}, torch operations", tensors, by_torch(shapes))
+        row(f"{name}, Triton", tensors, by_triton(shapes))
+        row(f"{name}, Triton, parameters only", 3 * len(shapes.parameters), by_triton(Shapes([], shapes.parameters)))
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        tensor = torch.empty(100_000_000, dtype=dtype, device="meta")
+        row(f"100 million elements, {str(dtype).removeprefix('torch.')}, torch operations", 1, alone(tensor))
     TABLE.write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
 

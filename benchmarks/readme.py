@@ -13,7 +13,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
-PAGES = (ROOT / "README.md", ROOT / "docs" / "cost.md", ROOT / "docs" / "distributed.md")
+PAGES = (ROOT / "README.md", *(ROOT / "docs" / name for name in ("cost.md", "distributed.md", "gpus.md")))
 SHORT = ("tbhooks, step not logged", "tbhooks, logged, scalars", 'wandb.watch(log="all"), no activations')
 """The rows of the README's table."""
 
@@ -156,7 +156,19 @@ def ranks() -> str:
     return ranks_lines(json.loads((HERE / "results" / "ranks.json").read_text()))
 
 
+def launches() -> str:
+    """How many kernels were counted last."""
+    return (HERE / "results" / "launches.md").read_text().rstrip()
+
+
+def sampled_updates() -> str:
+    """How far sampled updates were from exact ones."""
+    return (HERE / "results" / "sampled_updates.md").read_text().rstrip()
+
+
 TABLES = {
+    "launches": (launches, "end of launches"),
+    "sampled-updates": (sampled_updates, "end of sampled-updates"),
     "overhead": (overhead, "end"),
     "overhead-short": (short_table, "end of overhead-short"),
     "ranks": (ranks, "end of ranks"),

@@ -17,6 +17,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 # Some virtual machines announce AMX and die of it in the first bfloat16 matmul.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
@@ -32,6 +33,7 @@ FEWEST_STEPS = 2
 # An optimizer's first steps are unlike the others: read them, and then every tenth.
 READ_FIRST, READ_EVERY = 3, 10
 LARGEST_ERROR = 0.02
+TABLE = Path(__file__).with_name("results") / "sampled_updates.md"
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,7 @@ def main() -> int:
     parser.add_argument("--embeddings", action="store_true", help="sample embeddings too, which tbhooks never does")
     options = parser.parse_args()
     worst = 0.0
-    print(f"{'training':32}{'sample':>8}{'weights':>9}{'median':>9}{'p99':>9}{'largest':>9}  largest of")
+    lines = ["| training | sample | weights | median | p99 | largest | largest of |", "|---|---|---|---|---|---|---|"]
     for training in trainings():
         for size, by_name in errors(
             training, max(options.steps, FEWEST_STEPS), options.sizes, options.embeddings
@@ -154,10 +156,17 @@ def main() -> int:
             every = np.array([error for several in by_name.values() for error in several])
             name, largest = max(((n, max(several)) for n, several in by_name.items()), key=lambda pair: pair[1])
             middle, high = np.quantile(every, (0.5, 0.99))
-            print(f"{training.name:32}{size:8}{len(by_name):9}{middle:9.3%}{high:9.3%}{largest:9.3%}  {name}")
+            row = f"{training.name} | {size:,} | {len(by_name)} | {middle:.2%} | {high:.2%} | {largest:.2%} | `{name}`"
+            lines.append(f"| {row} |")
             if size >= weight_sample.SMALLEST_SAMPLE:
                 worst = max(worst, largest)
-    print(f"the smallest sample that tbhooks takes is {weight_sample.SMALLEST_SAMPLE}: largest error {worst:.2%}")
+    smallest = (
+        f"The smallest sample that tbhooks takes is {weight_sample.SMALLEST_SAMPLE:,}: largest error {worst:.2%}."
+    )
+    text = "\n".join([*lines, "", smallest])
+    print(text)
+    if not options.embeddings:
+        TABLE.write_text(text + "\n")
     return int(worst > LARGEST_ERROR)
 
 

@@ -17,6 +17,8 @@ from tbhooks.data import stats
 # and mean about zero, or about the shift that follows. Of the finite elements' deviations from that mean, the sum of
 # cubes and the norm of squares.
 NOT_ZERO, FINITE, NOT_NAN, _, MIN, MAX, _, VARIANCE, MEAN, CUBES, FOURTHS, SHIFT = range(12)
+LARGEST_BYTES = 8 * (SHIFT + 1)
+"""The bytes that the partial results of a record take at most."""
 # Relative errors of m4 beyond this make it unknown.
 WORST_ERROR = 1e-6
 

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from tbhooks.data import stats
-from tbhooks.reduction import histogram, torch_rows
+from tbhooks.reduction import histogram, pinned, torch_rows
 from tbhooks.reduction.cpu import NULL, Address
 
 logger = logging.getLogger("tbhooks")
@@ -44,8 +44,10 @@ FUSION = {"enable_fp_fusion": True}
 OPTIONS = {"num_warps": 8, **FUSION} | ({} if torch.version.hip else {"maxnreg": 128})
 # Of one tensor: several for each multiprocessor of any GPU, and few enough for one program to merge.
 MOST_PROGRAMS = 512
-# Of one launch for many tensors, about.
+# Of one launch for many tensors, beside one for each tensor.
 MANY_PROGRAMS = 4096
+# Of the table for many tensors: JOB in the kernels.
+COLUMNS = 9
 # Bucket counts are 32-bit integers.
 LONGEST = (2**31 - 1) // STRETCH * STRETCH
 # Partial rows and slots of the first step; later ones have as many as were needed.
@@ -176,7 +178,7 @@ class Scratch:
                 continue
             least = -(-sum(_stretches(job.numbers) for job in alike) // MANY_PROGRAMS)
             table = np.concatenate([self._rows_of_table(job, least) for job in alike])
-            there = _upload(table, self._device)
+            there = pinned.upload(torch.from_numpy(table), self._device)
             with _current(self._device):
                 _launch(dtype, len(table), there.data_ptr(), *(NULL for _ in range(9)))
 
@@ -186,7 +188,7 @@ class Scratch:
         each, programs = _shares(_stretches(numbers), least)
         partial, slot = self._take(programs)
         part, i = each * STRETCH, np.arange(programs)
-        table = np.zeros((programs, 9), dtype=np.int64)
+        table = np.zeros((programs, COLUMNS), dtype=np.int64)
         table[:, 0] = numbers.data_ptr() + i * (part * numbers.itemsize)
         table[:, 1] = 0 if job.minus is None else job.minus.data_ptr() + i * (part * numbers.itemsize)
         table[:, 2] = _address(job.scale)
@@ -246,6 +248,11 @@ class Scratch:
         self._on_growth()
 
 
+def table_bytes(tensors: int) -> int:
+    """The bytes of the table for so many tensors, at most."""
+    return (MANY_PROGRAMS + tensors) * COLUMNS * 8
+
+
 def _launch(dtype: torch.dtype, programs: int, *integers: int) -> None:
     """Launches on the current stream. If that fails, this tensor is lost, and torch operations serve from then on."""
     global failure  # noqa: PLW0603 - of the process, as Triton's compiler is
@@ -275,12 +282,6 @@ def _address(tensor: Tensor | None) -> Address:
 def _current(device: torch.device) -> AbstractContextManager[object]:
     """Triton launches on the current device, which need not be that of the tensor."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-def _upload(table: np.ndarray[Any, np.dtype[np.int64]], device: torch.device) -> Tensor:
-    """Copies a table from pinned memory, without a wait. The memory is not reused before the copy is done."""
-    host = torch.from_numpy(table)
-    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
 def _power_of_two(n: int) -> int:

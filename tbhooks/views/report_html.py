@@ -19,6 +19,7 @@ from tbhooks.runs import Run
 from tbhooks.runs.report_data import Grid, by_severity, own_scalars, run_grids
 from tbhooks.views.notebook import findings, html
 from tbhooks.views.notebook.history import heat_map, logged_steps, nonfinite_note, scalar_table
+from tbhooks.views.report_text import sampled_note
 
 MOST_COLUMNS, SCALAR_TREND = 200, 40
 MOST_HISTOGRAMS, MOST_HISTOGRAM_STEPS = 150, 60
@@ -52,6 +53,7 @@ def page(run: Run) -> str:
         f'<body class="tbhooks"><h1>{html.escape(str(run.directory))}</h1>',
         _verdict(run),
         _summary(run),
+        _sampled(run),
         _curves(run),
         _findings(run),
         _flights(run),
@@ -71,6 +73,11 @@ def _summary(run: Run) -> str:
     nav = " ".join(f'<a href="#{anchor}">{name}</a>' for anchor, name in links)
     found = findings.counted(run.findings)
     return f"<p>{steps}; {html.plural(sites, 'tensor')} watched; {found}.</p><nav>{nav}</nav>"
+
+
+def _sampled(run: Run) -> str:
+    note = sampled_note(run)
+    return html.paragraph(f"{note[0].upper()}{note[1:]}.", css="") if note else ""
 
 
 def _verdict(run: Run) -> str:

@@ -70,7 +70,7 @@ def run_report(run: Run, width: int, *, all_rows: bool = False) -> list[Section]
         Section(printable(f"{run.directory}: {steps}"), notes=[printable(run.verdict.sentence)] if run.frames else []),
         *_scalars(run, width),
         *_tables(run_grids(run), flagged, width, all_rows),
-        *_sampled(run),
+        *([Section("sampled updates", notes=[note])] if (note := sampled_note(run)) else []),
         Section(f"findings ({len(lines)})", notes=lines or [findings.NONE_FOUND if run.frames else _NOT_CHECKED]),
         *_flights(run),
         *([Section("problems with the files", notes=[printable(p) for p in run.problems])] if run.problems else []),
@@ -86,17 +86,16 @@ def _flights(run: Run) -> list[Section]:
     return [Section(f"flight recorder ({len(run.flights)})", notes=notes)] if notes else []
 
 
-def _sampled(run: Run) -> list[Section]:
-    """A sentence about updates that are estimates."""
+def sampled_note(run: Run) -> str:
+    """A sentence about updates that are estimates; empty if there are none."""
     sampled = report_data.sampled(run)
     if not sampled:
-        return []
+        return ""
     least = min(sampled.values())
-    note = (
+    return printable(
         f"updates of {len(sampled)} parameters are estimates from a sample of at least {least:.2g} of their elements, "
         f"because the device had too little memory for a copy of the weights: {listed(sorted(sampled), most=3)}"
     )
-    return [Section("sampled updates", notes=[printable(note)])]
 
 
 def _scalars(run: Run, width: int) -> list[Section]:

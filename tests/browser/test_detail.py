@@ -265,6 +265,15 @@ def label(page: Any, part: str) -> str:
     return str(page.locator(f".detail-{part} svg[role=img]").get_attribute("aria-label"))
 
 
+def test_an_update_that_was_estimated_from_a_sample_says_so(page: Any) -> None:
+    usual(page, kind="update")
+    assert "Estimated" not in page.locator(".detail-stats").inner_text()
+    x = normal()
+    answer(page, b=(distribution(x, 100) | {"sampled": 0.125}, history([x], [100])))
+    show(page, "b", kind="update")
+    assert "Estimated from a sample of the elements: 13 % of b" in page.locator(".detail-stats").inner_text()
+
+
 # --- The distribution ---------------------------------------------------------------------------------------
 
 

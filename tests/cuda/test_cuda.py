@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import tbhooks
-from tbhooks.capture.recording import recorder as buffer
+from tbhooks.capture.recording import reducers
 from tbhooks.capture.recording.recorder import Recorder
 from tbhooks.data import stats
 from tbhooks.data.frame import KINDS, Site
@@ -196,7 +196,7 @@ def test_temporaries_are_bounded(kernels: str, with_buckets: bool) -> None:
         peak = torch.cuda.max_memory_allocated() - before
         recorder.pack(0, 0)
     # Triton: a few numbers of each program. Torch: 40 bytes an element of a part; norms are cast inside.
-    assert peak <= (1 << 20 if kernels == "triton" else 100 * buffer.PART)
+    assert peak <= (1 << 20 if kernels == "triton" else 100 * reducers.PART)
 
 
 def test_deterministic_algorithms_are_no_obstacle(kernels: str) -> None:

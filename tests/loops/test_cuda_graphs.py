@@ -125,6 +125,22 @@ def test_a_forward_alone_can_be_captured(
         assert not log.copies
 
 
+def test_operators_in_compiled_code_record_nothing_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a torch that does not know which operators to keep out of CUDA graphs."""
+    trained = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+    compiled = torch.compile(trained, backend="eager")
+    with tbhooks.watch(trained, every=1) as watching:
+        for is_capturing in (False, True, False):
+            captured(watching, monkeypatch)(is_capturing)
+            compiled(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+        watching.flush()
+        assert [("0", "activation") in frame for frame in watching.history] == [True, True]
+        assert "CUDA graph" in watching.stats.unseen["(root)"]
+    assert watching.stats.errors == 0
+
+
 def whole_step(watched: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[bytes, tbhooks.Watch | None]:
     """Training that replays a graph of the whole step, but for logged steps."""
     trained = model()

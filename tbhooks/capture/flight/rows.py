@@ -16,6 +16,7 @@ from torch import Tensor
 from tbhooks.capture.flight.ring import MOST_NUMBERS, SAMPLES
 from tbhooks.data.artifacts.flights import Flight, SampleId
 from tbhooks.data.stats import Floats
+from tbhooks.reduction import pinned
 
 # Numbers of a fused optimizer with a GradScaler: it divides gradients by the scale, and skips a step on the device.
 UNSCALE, FOUND_INF = "grad_scale", "found_inf"
@@ -58,7 +59,7 @@ class RingCopy:
 
     def wait(self) -> None:
         if self.event is not None:
-            self.event.synchronize()
+            pinned.wait_for(self.event)
 
     def arrays(self) -> tuple[Floats, np.ndarray[tuple[int, ...], np.dtype[np.int64]]]:
         """The values [slot, norms + scalars + samples] and the ids [slot, samples]."""

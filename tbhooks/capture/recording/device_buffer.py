@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tbhooks.capture.recording.packed_step import Attached, Copy
 from tbhooks.data import stats
-from tbhooks.reduction import histogram, torch_rows, triton
+from tbhooks.reduction import finalize, histogram, pinned, torch_rows, triton
 from tbhooks.reduction.cpu import NULL, Address
 from tbhooks.reduction.finalize import Block
 from tbhooks.reduction.streams import StreamOrder
@@ -145,14 +145,26 @@ class Buffer:
 
 def start_copy(packed: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
     """Starts the copy of a tensor to the host. The result is there when the event, if there is one, has happened."""
-    cuda = packed.device.type == "cuda"
-    host = torch.empty(packed.shape, dtype=packed.dtype, device="cpu", pin_memory=cuda)
-    host.copy_(packed, non_blocking=cuda)
+    if not pinned.is_used_by(packed.device):
+        return torch.empty(packed.shape, dtype=packed.dtype, device="cpu").copy_(packed), None
+    host = pinned.empty(packed.nbytes).view(packed.dtype).view(packed.shape)
+    host.copy_(packed, non_blocking=True)
     # Blocking: the background thread sleeps until the copy is done, instead of taking a CPU core from the training.
-    event = torch.cuda.Event(blocking=True) if cuda else None  # type: ignore[no-untyped-call]
-    if event is not None:
-        event.record(torch.cuda.current_stream(packed.device))
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(packed.device))
     return host, event
+
+
+def reserve_host_memory(model: nn.Module) -> None:
+    """Has pinned memory allocated for the copies of the first logged steps of a model, if it is on a CUDA device.
+
+    It holds the output of each module, its gradient and one tensor more, and of each parameter three.
+    """
+    parameters = list(model.parameters())
+    if any(pinned.is_used_by(parameter.device) for parameter in parameters):
+        records = 3 * (len(list(model.modules())) + len(parameters))
+        each = stats.WIDTH * 8 + histogram.SLOTS * 4 + finalize.LARGEST_BYTES
+        pinned.reserve(max(max(records, FEWEST) * each, triton.table_bytes(2 * len(parameters))))
 
 
 def copy_out(buffer: Buffer) -> Copy:

@@ -18,7 +18,7 @@ from tbhooks.capture.recording.step_table import PARAMETER_KINDS, UNKNOWN_SHARD,
 from tbhooks.data import ranks, stats
 from tbhooks.data.artifacts import Artifact
 from tbhooks.data.frame import GRADIENT_NORM, NONFINITE_SINCE, RAW_GRADIENT_NORM, SAMPLED, Frame, Site
-from tbhooks.reduction import finalize
+from tbhooks.reduction import finalize, pinned
 
 Number = TypeVar("Number", np.float64, np.int64)
 Span = tuple[int, int, int]
@@ -44,9 +44,7 @@ class Copy:
 
     def wait(self) -> None:
         if self.event is not None:
-            # The background thread starts on the first device, where waiting may cost a context of its own.
-            with torch.cuda.device(self.event.device):
-                self.event.synchronize()
+            pinned.wait_for(self.event)
 
     def rows(self) -> stats.Floats:
         data = self._records()[:, : stats.WIDTH * self.row_type.itemsize].view(self.row_type)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import replace
 from functools import partial
 
@@ -16,95 +16,22 @@ import torch
 from torch import Tensor
 
 from tbhooks.capture import sharded_tensors
+from tbhooks.capture.recording import reducers
 from tbhooks.capture.recording.device_buffer import Buffer, copy_out
 from tbhooks.capture.recording.packed_step import ArtifactBuilder, Attached, PackedStep, Scalars, Span, TablePart
 from tbhooks.capture.scalars.metrics import StepMetrics
 from tbhooks.data import stats
 from tbhooks.data.frame import Site
-from tbhooks.reduction import batched, cpu, histogram, torch_rows, triton
+from tbhooks.reduction import batched, cpu, torch_rows, triton
 from tbhooks.reduction.cpu import Address
 from tbhooks.reduction.finalize import Block
 
-# Torch reductions make temporaries of some 30 bytes an element: larger tensors are reduced in parts of at least this
-# length, and at most 2**25 (0.9 GB of temporaries for float32). 100 million elements take three parts and 54 launches.
-PART = 1 << 22
-MOST_PARTS = 3
 # Bucket counts are 32-bit integers.
 MOST_COUNT = 2**31 - 1
 
 NO_SITE = -1
 # Kinds that another one needs: an update is compared with its weight.
 READ_FOR = {"weight": "update"}
-
-
-Reduce = Callable[[Tensor, Buffer, int], None]
-"""Reduces a real, flat tensor into a record that was just taken: the row, and the bucket counts if there are any."""
-
-
-def reduce_by_kernel(numbers: Tensor, buffer: Buffer, record: int) -> None:
-    """With the C kernel, for CPU tensors it can read."""
-    cpu.reduce(numbers, *buffer.addresses(record))
-
-
-def reduce_by_torch(numbers: Tensor, buffer: Buffer, record: int) -> None:
-    """With torch operations, for devices without Triton and where there is no C kernel."""
-    if numbers.is_cpu or numbers.numel() == 0:
-        torch_rows.write_row(numbers, buffer.row(record))
-    elif buffer.row_type is torch.float32:
-        size, block = numbers.numel(), numbers.reshape(1, -1)
-        parts = batched.reduce(block, buffer.row_type, is_padded=False)
-        buffer.unfinished.hold(Block([record], [size], size, shifted=True), parts)
-    else:
-        _reduce_in_rows(numbers, buffer, record)
-    if buffer.with_buckets:
-        histogram.add_counts(numbers, buffer.counts(record))
-
-
-def _reduce_in_rows(numbers: Tensor, buffer: Buffer, record: int) -> None:
-    """As one row, or as two with a record each if there are more elements than float32 can count."""
-    records = [record]
-    if numbers.numel() > histogram.MOST:
-        second = buffer.take()
-        if second is None:  # the buffer has overflowed
-            torch_rows.write_constant(buffer.row(record), count=0)
-            return
-        records.append(second)
-    rows = numbers.view(len(records), -1)
-    block = Block(records, [rows.size(1)] * len(records), rows.size(1), narrow=numbers.dtype is not torch.float64)
-    buffer.unfinished.hold(block, torch_rows.reduce(rows, buffer.row_type))
-
-
-def part_length(numbers: Tensor) -> int:
-    """How many elements of a tensor torch operations reduce at a time. An even number can be reduced in two rows."""
-    size = numbers.numel()
-    in_two_rows = size % 2 == 0 and torch_rows.has_float64(numbers.device)
-    return min(max(PART, -(-size // (2 * MOST_PARTS)) * 2), histogram.MOST * (2 if in_two_rows else 1))
-
-
-def _reduce_divided(numbers: Tensor, scale: Tensor, buffer: Buffer, record: int) -> None:
-    """Divides by a tensor on the device first, without a sync. In half precision the quotient could underflow."""
-    divided = (numbers.float() if numbers.dtype.itemsize < 4 else numbers) / scale.to(numbers.device)
-    (reduce_by_kernel if cpu.can_read(divided) else reduce_by_torch)(divided, buffer, record)
-
-
-def _is_for_triton(tensor: Tensor, before: Tensor | None) -> bool:
-    """Whether Triton reduces it with many others, less another tensor of the same order in memory."""
-    if not triton.takes(tensor) or tensor.numel() > triton.LONGEST:
-        return False
-    return before is None or (before.dtype == tensor.dtype and before.stride() == tensor.stride())
-
-
-def _triton_job(
-    tensor: Tensor, before: Tensor | None, scale: Tensor | None, addresses: tuple[Address, Address]
-) -> triton.Job:
-    """Of a tensor that is dense in any order; a copy of it has the same order."""
-    minus = None if before is None else before.detach()
-    divisor = None if scale is None else scale.detach().to(tensor.device, torch.float32)
-    return triton.Job(tensor.detach(), minus, divisor, *addresses)
-
-
-def _reduce_by_triton(scale: Tensor | None, numbers: Tensor, buffer: Buffer, record: int) -> None:
-    buffer.scratch.reduce(_triton_job(numbers, None, scale, buffer.addresses(record)))
 
 
 def storage_is_freed(tensor: Tensor) -> bool:
@@ -266,14 +193,14 @@ class Recorder:
         others: list[batched.Wanted] = []
         for want in wanted:
             site, tensor, before, scale = want
-            if not _is_for_triton(tensor, before):
+            if not reducers.is_for_triton(tensor, before):
                 others.append(want)
                 continue
             number, buffer = self._buffer(tensor)
             record = buffer.take()
             if record is None:
                 break
-            jobs.setdefault(number, []).append(_triton_job(tensor, before, scale, buffer.addresses(record)))
+            jobs.setdefault(number, []).append(reducers.triton_job(tensor, before, scale, buffer.addresses(record)))
             self.calls.append((site, (number, record, record + 1)))
         for number, of_device in jobs.items():
             self._buffers[number].scratch.reduce_all(of_device)
@@ -291,7 +218,7 @@ class Recorder:
         `whole` is given for a sample: the number of elements of the tensor that it was taken from.
         """
         with self._lock, torch.no_grad():
-            for one, other in torch_rows.parts_to_subtract(after, before, PART):
+            for one, other in torch_rows.parts_to_subtract(after, before, reducers.part_length(after)):
                 span = self._record_dense(torch_rows.difference(one, other), None)
                 if span is not None:
                     self.calls.append((site, span))
@@ -425,15 +352,15 @@ class Recorder:
             if numbers is None:
                 return None
             if triton.takes(numbers):
-                return self._record_parts(numbers, triton.LONGEST, partial(_reduce_by_triton, scale))
-            longest = part_length(numbers)
+                return self._record_parts(numbers, triton.LONGEST, partial(reducers.reduce_by_triton, scale))
+            longest = reducers.part_length(numbers)
             if scale is not None:
-                return self._record_parts(numbers, longest, lambda *part: _reduce_divided(part[0], scale, *part[1:]))
+                return self._record_parts(numbers, longest, partial(reducers.reduce_divided, scale))
             if cpu.can_read(numbers):
-                return self._record_parts(numbers, MOST_COUNT, reduce_by_kernel)
-            return self._record_parts(numbers, longest, reduce_by_torch)
+                return self._record_parts(numbers, MOST_COUNT, reducers.reduce_by_kernel)
+            return self._record_parts(numbers, longest, reducers.reduce_by_torch)
 
-    def _record_parts(self, numbers: Tensor, longest: int, reduce: Reduce) -> Span:
+    def _record_parts(self, numbers: Tensor, longest: int, reduce: reducers.Reduce) -> Span:
         number, buffer = self._buffer(numbers)
         start = buffer.used
         for part in (numbers,) if numbers.numel() <= longest else torch.split(torch_rows.flat(numbers), longest):

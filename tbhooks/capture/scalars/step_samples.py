@@ -24,6 +24,7 @@ from tbhooks.capture.step.step import State, Step
 from tbhooks.data.artifacts import samples
 from tbhooks.data.artifacts.samples import OTHER_GROUPS, Group, Sample, SampleId, Samples, as_id
 from tbhooks.data.self_report import Report
+from tbhooks.reduction import pinned
 
 MOST_GROUPS = 64
 """The groups of one call that have a mean of their own; all further ones share one."""
@@ -132,8 +133,7 @@ def _ranked(group: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _on_device(numbers: list[int], like: Tensor) -> Tensor:
-    host = torch.tensor(numbers, dtype=torch.int64, device="cpu", pin_memory=like.device.type == "cuda")
-    return host.to(like.device, non_blocking=True)
+    return pinned.upload(torch.tensor(numbers, dtype=torch.int64, device="cpu"), like.device)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,11 +26,13 @@ def train(trained: nn.Module, steps: int, watching: tbhooks.Watch | None = None)
     generator = torch.Generator().manual_seed(1)
     for _ in range(steps):
         optimizer.zero_grad()
-        loss = trained(fake_device.put(torch.randn(6, 8, generator=generator))).square().mean()
+        losses = trained(fake_device.put(torch.randn(6, 8, generator=generator))).square().mean(-1)
+        loss = losses.mean()
         loss.backward()
         optimizer.step()
         if watching is not None:
             watching.log({"loss": loss})
+            watching.samples(losses.detach())
     return torch.cat([parameter.detach().cpu().flatten() for parameter in trained.parameters()])
 
 
@@ -40,9 +43,29 @@ def watched(fails: Any, steps: int = 3, **options: Any) -> tuple[Tensor, tbhooks
     return weights, watching, device
 
 
-def test_training_goes_on_with_the_same_bits_if_every_allocation_of_ours_fails() -> None:
-    expected = train(model(), 3)
-    weights, watching, device = watched(lambda _: True)
+ASKED: dict[str, Callable[[tbhooks.Watch], object]] = {
+    "nothing more": lambda _: None,
+    "flight recorder": lambda w: w.flight_recorder(steps=8),
+    "metric": lambda w: w.metric("largest", lambda tensor: tensor.abs().amax()),
+    "channels": lambda w: w.per_channel("*", histograms=True),
+    "embeddings": lambda w: w.embeddings("*"),
+    "images": lambda w: w.images("*"),
+    "progress": lambda w: w.progress().log_every(2),
+}
+"""What allocates memory on the device; `train` shows samples as well."""
+
+
+@pytest.mark.parametrize("ask", ASKED.values(), ids=ASKED.keys())
+def test_training_goes_on_with_the_same_bits_if_every_allocation_of_ours_fails(
+    ask: Callable[[tbhooks.Watch], object], caplog: pytest.LogCaptureFixture
+) -> None:
+    expected, trained = train(model(), 3), model()
+    with full_for_us() as device, tbhooks.watch(trained, every=1) as watching:
+        ask(watching)
+        with caplog.at_level(logging.WARNING, "tbhooks"):
+            weights = train(trained, 3, watching)
+    told = [record.getMessage() for record in caplog.records if "OutOfMemory" in record.getMessage()]
+    assert len(told) == len(set(told)) > 0
     assert device.failed > 3
     assert zoo.raw(weights) == zoo.raw(expected)
     assert watching.stats.errors > 0

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import tbhooks
-from tbhooks.capture.recording import recorder as buffer
+from tbhooks.capture.recording import reducers
 from tbhooks.capture.recording.recorder import NO_SITE, Buffer, Recorder
 from tbhooks.data import stats
 from tbhooks.data.frame import KINDS, Frame, Site
@@ -111,8 +111,8 @@ def test_a_shared_record_gives_a_second_site_the_same_numbers() -> None:
 
 
 def test_a_long_tensor_is_shared_with_all_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buffer, "PART", 4)
-    monkeypatch.setattr(buffer, "MOST_PARTS", 10**9)
+    monkeypatch.setattr(reducers, "PART", 4)
+    monkeypatch.setattr(reducers, "MOST_PARTS", 10**9)
     recorder = started()
     x = torch.randn(11)
     span = recorder.record(recorder.number(A), x)

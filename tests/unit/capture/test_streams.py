@@ -145,13 +145,13 @@ class TwoStreams(nn.Module):
         self.side: Stream | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.trunk(x)
+        x = tbhooks.tap("trunk", self.trunk(x))
         if self.side is None:
             return self.head(x + self.branch(x))
         main = current_stream()
         self.side.wait_stream(main)
         with on(self.side):
-            beside = self.branch(x)
+            beside = tbhooks.tap("branch", self.branch(x))
         main.wait_stream(self.side)
         return self.head(x + beside)
 
@@ -159,6 +159,7 @@ class TwoStreams(nn.Module):
 def everything(watching: tbhooks.Watch) -> None:
     watching.graph().images("*").per_channel("*", histograms=True).embeddings("*")
     watching.progress().log_every(2).environment().profile((2, 3)).evaluation().summary()
+    watching.metric("largest", lambda tensor: tensor.abs().amax()).flight_recorder(steps=8)
 
 
 @pytest.mark.parametrize("streams", [1, 2])
@@ -170,7 +171,7 @@ def test_a_watched_training_has_no_unordered_access(
     model.side = side_stream() if streams == 2 else None
     optimizer = torch.optim.AdamW(model.parameters())
     scaler = torch.amp.GradScaler(fake_device.DEVICE.type, enabled=mode == "amp")
-    batch = put(torch.randn(4, 6))
+    batch, ids = put(torch.randn(4, 6)), put(torch.arange(4))
     kinds = (*KINDS, "input", "functional") if mode == "everything" else KINDS
     with tbhooks.watch(model, str(tmp_path), every=2, kinds=kinds) as watching:
         if mode == "everything":
@@ -179,8 +180,10 @@ def test_a_watched_training_has_no_unordered_access(
             watching.evaluation()
         for _ in range(4):
             for _ in range(2 if mode == "accumulation" else 1):
-                loss = model(batch).float().square().mean()
+                losses = model(batch).float().square().mean(-1)
+                loss = losses.mean()
                 scaler.scale(loss).backward()
+            watching.samples(losses.detach(), ids)
             watching.log({"loss": loss})
             scaler.step(optimizer)
             scaler.update()
@@ -190,6 +193,8 @@ def test_a_watched_training_has_no_unordered_access(
                 with torch.no_grad():
                     model(batch)
                 model.train()
+        if mode == "everything":
+            watching.dump("the end of the test")
     assert watching.stats.errors == 0
     assert len(watching.history) >= 2
     assert sanitizer.races == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -200,3 +201,13 @@ def test_training_is_the_same_where_torch_has_none_of_the_private_parts() -> Non
     done = subprocess.run([sys.executable, "-c", WITHOUT], check=False, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 10
+
+
+def test_operators_are_kept_out_of_cuda_graphs_where_torch_can_do_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert torch.Tag.cudagraph_unsafe in torch.ops.tbhooks.observe.default.tags
+    others = {name: tag for name, tag in torch.Tag.__members__.items() if name != "cudagraph_unsafe"}
+    monkeypatch.setattr(torch, "Tag", SimpleNamespace(**others))
+    called: list[Tensor] = []
+    operator = dynamo._define("of_an_older_torch(Tensor tensor) -> ()", called.append)
+    operator(torch.ones(2))
+    assert len(called) == 1

@@ -17,13 +17,14 @@ import tbhooks
 from tbhooks import runs
 from tbhooks.capture.parameters import weight_sample
 from tbhooks.capture.parameters.weight_sample import NO_ROOM, RUN
-from tbhooks.capture.recording import recorder as recording
+from tbhooks.capture.recording import reducers
 from tbhooks.capture.recording.recorder import Recorder
 from tbhooks.capture.recording.step_table import StepTable
 from tbhooks.data import stats
 from tbhooks.data.frame import KINDS, SAMPLED, Site
 from tbhooks.distributed.merge import merge
 from tbhooks.runs import report_data
+from tbhooks.views import report_html
 from tbhooks.views.report_text import run_report
 from tests.support import fake_device, reference
 from tests.support.tensors import row_of
@@ -285,6 +286,7 @@ def test_the_report_says_which_updates_are_estimates(memory: DeviceMemory, tmp_p
     text = " ".join(note for section in run_report(run, 120) for note in section.notes)
     assert "updates of 1 parameters are estimates" in text
     assert "0.weight" in text
+    assert "Updates of 1 parameters are estimates" in report_html.page(run)
     sites = {(site["path"], site["kind"]): site for site in report_data.document(run)["sites"]}
     assert 0 < sites["0.weight", "update"]["sampled"] < 1
     assert "sampled" not in sites["0.weight", "weight"]
@@ -328,7 +330,8 @@ def test_the_difference_of_half_precision_takes_temporaries_of_one_part(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     part, parts = 1000, 40
-    monkeypatch.setattr(recording, "PART", part)
+    monkeypatch.setattr(reducers, "PART", part)
+    monkeypatch.setattr(reducers, "MOST_PARTS", 10**9)
     log, expected, reading = difference(dtype, part * parts)
     of_one_part = part * 80  # the difference, and what a row takes of it; four bytes of each element would be 160,000
     assert log.peak_bytes <= of_one_part + parts * 300

@@ -14,6 +14,7 @@ import torch
 from tbhooks.cli import commands, selftest
 from tbhooks.cli.selftest import CHECKS, Failed, NotPossible, Setup
 from tbhooks.cli.selftest.check import Passed
+from tbhooks.cli.selftest.correctness import judge_copies
 from tbhooks.cli.selftest.report import Result
 from tbhooks.data.errors import ArgumentError
 from tbhooks.reduction import cpu
@@ -149,6 +150,30 @@ def test_an_unknown_check_is_named() -> None:
         selftest.run(CPU, only=["bit"])
 
 
+BARE = ["gemm"] * 4
+COPY, TABLE = "Memcpy DtoH (Device -> Pinned)", "Memcpy HtoD (Pinned -> Device)"
+
+
+def test_one_pinned_copy_a_step_and_tables_from_pinned_memory_pass() -> None:
+    passed = judge_copies(BARE, [*BARE, *(COPY, TABLE, TABLE, "reduce_rows", "reduce_rows", "merge_rows") * 2], steps=2)
+    assert passed.numbers == {"copies_to_host": 1, "copies_to_device": 2, "launches": 3}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        [COPY] * 3,
+        ["Memcpy DtoH (Device -> Pageable)"] * 2,
+        [COPY, COPY, "Memcpy HtoD (Pageable -> Device)"],
+        [],
+    ],
+    ids=["two copies in a step", "not pinned", "a wait for an upload", "no copy"],
+)
+def test_other_copies_fail(wrong: list[str]) -> None:
+    with pytest.raises(Failed, match="in 2 logged steps"):
+        judge_copies(BARE, [*BARE, *wrong], steps=2)
+
+
 # --- The command ----------------------------------------------------------------------------------
 
 
@@ -168,6 +193,19 @@ def test_the_exit_code_is_1_if_a_check_fails(
     assert json.loads(where.read_text())["results"][0]["name"] == "environment"
     monkeypatch.setitem(CHECKS, "kernels", failing)
     assert commands.main(["selftest", "--device", "cpu", "--quick"]) == 1
+
+
+@slow("a minute", covered_by="test_a_cpu_passes_what_it_can_show")
+def test_the_whole_quick_run_passes_on_a_cpu(tmp_path: Path) -> None:
+    where = tmp_path / "results.json"
+    command = [sys.executable, "-m", "tbhooks", "selftest", "--device", "cpu", "--quick", "--json", str(where)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout
+    assert "12 of 12, memory" in done.stderr
+    result = json.loads(where.read_text())
+    assert result["failed"] == 0
+    assert [check["name"] for check in result["results"]] == list(CHECKS)
+    assert done.stdout.splitlines()[-1] == result["line"]
 
 
 def test_a_device_that_is_not_there_is_an_error() -> None:

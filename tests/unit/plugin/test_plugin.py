@@ -35,7 +35,7 @@ from werkzeug.test import Client
 
 from tbhooks import plugin as entry
 from tbhooks.data.artifacts.flights import Flight
-from tbhooks.data.frame import KINDS, Finding, Frame, Site
+from tbhooks.data.frame import KINDS, SAMPLED, Finding, Frame, Site
 from tbhooks.data.stats import STAT_NAMES
 from tbhooks.plugin import index, provider, store
 from tbhooks.plugin.cache import Cache
@@ -559,6 +559,13 @@ def test_a_constant_is_one_bar_without_width_and_what_is_not_finite_has_none(tmp
     assert (told["edges"], told["counts"]) == ([2.5, 2.5], [5])
     told = tab.ask("distribution", run="run", kind="activation", path="b", step=0).json
     assert (told["edges"], told["counts"], told["stats"]["mean"], told["stats"]["nan_count"]) == ([], [], "nan", 1.0)
+
+
+def test_an_update_that_was_sampled_says_how_much_of_it_was_read(tmp_path: Path) -> None:
+    write(tmp_path / "run", make_frame(0, scalars={f"{SAMPLED}0.weight": 0.25}))
+    tab = Tab(tmp_path)
+    for kind, share in (("update", 0.25), ("weight", None)):
+        assert tab.ask("distribution", run="run", kind=kind, path="0.weight", step=0).json["sampled"] == share
 
 
 def test_without_histograms_there_are_still_stats(tmp_path: Path) -> None:

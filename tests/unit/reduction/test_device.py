@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import tbhooks
-from tbhooks.capture.recording import recorder as buffer
+from tbhooks.capture.recording import reducers
 from tbhooks.capture.recording.recorder import Recorder
 from tbhooks.data.frame import KINDS, Site
 from tbhooks.reduction import batched, histogram, torch_rows
@@ -202,8 +202,8 @@ def test_temporaries_of_a_long_tensor_stay_those_of_one_part(
     dtype: torch.dtype, each: int, with_buckets: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     part = 20_000
-    monkeypatch.setattr(buffer, "PART", part)
-    monkeypatch.setattr(buffer, "MOST_PARTS", 10**9)
+    monkeypatch.setattr(reducers, "PART", part)
+    monkeypatch.setattr(reducers, "MOST_PARTS", 10**9)
     tensor = fake_device.put(torch.randn(10 * part).to(dtype))
     recorder = recorder_on_device(tensor, with_buckets)
     with fake_device.Log() as log:
@@ -345,14 +345,14 @@ SCALE = 1000
 
 @pytest.fixture
 def small_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buffer, "PART", buffer.PART // SCALE)
+    monkeypatch.setattr(reducers, "PART", reducers.PART // SCALE)
     monkeypatch.setattr(histogram, "MOST", histogram.MOST // SCALE)
 
 
 def test_a_hundred_million_elements_take_three_parts_of_less_than_a_gigabyte() -> None:
     tensor = torch.empty(100_000_000, device="meta")
-    assert -(-tensor.numel() // buffer.part_length(tensor)) == 3
-    longest = max(buffer.part_length(torch.empty(size, device="meta")) for size in (1 << 30, 1 << 31, (1 << 31) + 2))
+    assert -(-tensor.numel() // reducers.part_length(tensor)) == 3
+    longest = max(reducers.part_length(torch.empty(size, device="meta")) for size in (1 << 30, 1 << 31, (1 << 31) + 2))
     assert longest * 28 < 1e9
 
 
@@ -384,8 +384,8 @@ def test_more_than_float32_can_count_is_counted() -> None:
 @pytest.mark.parametrize("size", [1, 10, 1 << 20, 100_000_000, 100_000_001, 1 << 31])
 def test_rows_are_no_longer_than_counts_are_exact(size: int) -> None:
     tensor = torch.empty(size, device="meta")
-    length = buffer.part_length(tensor)
-    assert length >= buffer.PART
+    length = reducers.part_length(tensor)
+    assert length >= reducers.PART
     if length > histogram.MOST:
         assert length % 2 == 0
         assert size % 2 == 0, "the last part is halved as well"

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tbhooks.capture.recording import recorder as buffer
+from tbhooks.capture.recording import reducers
 from tbhooks.capture.recording.recorder import Recorder
 from tbhooks.data.frame import KINDS
 from tbhooks.reduction import torch_rows
@@ -99,15 +100,15 @@ def test_a_tensor_read_in_parts_gives_the_same(
     tensor = tensor_of((n,), dtype, distribution, "contiguous", seed)
     whole = reduced(tensor)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(buffer, "PART", part)
-        patch.setattr(buffer, "MOST_PARTS", 10**9)
+        patch.setattr(reducers, "PART", part)
+        patch.setattr(reducers, "MOST_PARTS", 10**9)
         assert_reduces(tensor)
         assert np.array_equal(reduced(tensor).counts, whole.counts)
 
 
 def test_a_long_tensor_takes_as_many_records_as_it_has_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buffer, "PART", 10)
-    monkeypatch.setattr(buffer, "MOST_PARTS", 10**9)
+    monkeypatch.setattr(reducers, "PART", 10)
+    monkeypatch.setattr(reducers, "MOST_PARTS", 10**9)
     monkeypatch.setattr(buffer, "MOST_COUNT", 10)  # the C kernel needs no temporaries, and so no smaller parts
     recorder = Recorder(KINDS)
     recorder.begin(with_buckets=False)

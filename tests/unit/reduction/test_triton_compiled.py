@@ -25,7 +25,7 @@ from torch import nn
 
 import tbhooks
 from tbhooks.data import stats
-from tbhooks.reduction import cpu, histogram, triton
+from tbhooks.reduction import cpu, histogram, pinned, triton
 
 if TYPE_CHECKING:
     from tests.support.fake_triton_driver import FakeDriver
@@ -224,7 +224,7 @@ def test_a_launch_is_made_under_the_device_of_the_tensor(driver: FakeDriver, mon
     monkeypatch.setattr(torch.cuda, "device", Current)
     scratch = triton.Scratch(torch.device("cpu"))
     monkeypatch.setattr(scratch, "_device", torch.device("cuda", 1))
-    monkeypatch.setattr(triton, "_upload", lambda table, _: torch.from_numpy(table))
+    monkeypatch.setattr(pinned, "upload", lambda table, _: table)
     monkeypatch.setattr(scratch, "_grow", lambda *sizes: None)
     scratch._made, scratch._slots_used = [(torch.empty(9, 8), torch.empty(9, 3))], [0]
     row, counts = torch.zeros(stats.WIDTH), torch.zeros(histogram.SLOTS)
