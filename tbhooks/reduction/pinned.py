@@ -50,8 +50,9 @@ def upload(host: Tensor, device: torch.device) -> Tensor:
 
 
 def wait_for(event: torch.cuda.Event) -> None:
-    """Waits, in a background thread, until a copy is done. A new thread is on the first device, where waiting could cost
-    a context of its own.
+    """Waits, in a background thread, until a copy is done.
+
+    A new thread is on the first device, where waiting could cost a context of its own.
     """
     with torch.cuda.device(event.device):
         event.synchronize()
