@@ -38,14 +38,15 @@ class Packer:
         self._report = report
 
     def pack(self, step: Step) -> None:
-        """Packs a closed step, or abandons it if it is empty. The recorder is free afterwards in any case."""
+        """Packs a closed step, or abandons it if it is empty or cannot be copied. The recorder is free afterwards."""
         context, is_merged = self._context, self._context.rank_group is not None and not step.is_extra
         if context.was_made_too_early:
             self._report.log_once("ranks are not merged: call init_process_group() before watch()")
         try:
-            if not context.rank_has_changed and (self._recorder.has_something or is_merged):
-                step.pack(self._copy(step.label, alone=step.is_extra))
-                self.logged += 1
+            with self._report.guarded("copying a step to the host"):
+                if not context.rank_has_changed and (self._recorder.has_something or is_merged):
+                    step.pack(self._copy(step.label, alone=step.is_extra))
+                    self.logged += 1
         finally:
             if step.is_closed:  # the step is empty, or another rank writes it, or the copy failed
                 self._recorder.restart()

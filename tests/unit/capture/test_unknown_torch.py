@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -206,7 +205,7 @@ def test_training_is_the_same_where_torch_has_none_of_the_private_parts() -> Non
 def test_operators_are_kept_out_of_cuda_graphs_where_torch_can_do_that(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.Tag.cudagraph_unsafe in torch.ops.tbhooks.observe.default.tags
     others = {name: tag for name, tag in torch.Tag.__members__.items() if name != "cudagraph_unsafe"}
-    monkeypatch.setattr(torch, "Tag", SimpleNamespace(**others))
+    monkeypatch.setattr(torch, "Tag", type("Tag", (), others))
     called: list[Tensor] = []
     operator = dynamo._define("of_an_older_torch(Tensor tensor) -> ()", called.append)
     operator(torch.ones(2))
