@@ -230,6 +230,12 @@ def test_the_sample_does_not_grow_again(memory: DeviceMemory) -> None:
     assert [frame["0.weight", "update"].is_sampled for frame in watching.history] == [False, True, True]
 
 
+def test_a_layer_with_an_output_for_each_word_is_never_sampled() -> None:
+    embedding, hidden, head = nn.Embedding(600, 40), nn.Linear(40, 40), nn.Linear(40, 600)
+    found = weight_sample.updated_in_few_rows(nn.Sequential(embedding, hidden, head))
+    assert found == {id(embedding.weight), id(head.weight)}
+
+
 def test_an_embedding_is_never_sampled(memory: DeviceMemory) -> None:
     """A few rows may have all of its update."""
     trained = fake_device.to_device(nn.Sequential(nn.Embedding(600, 40), nn.Linear(40, 1000)))
