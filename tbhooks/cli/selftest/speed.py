@@ -23,6 +23,7 @@ from tbhooks.data.frame import KINDS, Site
 
 REPETITIONS = 5
 ROUNDS, QUICK_ROUNDS = 12, 3
+WANDB_EVERY = 6
 
 
 def bandwidth(setup: Setup) -> Passed:
@@ -83,24 +84,40 @@ def overhead(setup: Setup) -> Passed:
     numbers: dict[str, float] = {}
     for name, (model, loss) in _models(setup.device).items():
         setup.log(f"training {name}")
-        for way, ratio in _ratios(setup, model, loss, ways).items():
+        for way, ratio in _ratios(setup, name, model, loss, ways).items():
             numbers[f"{name}: {way}"] = ratio
     shown = ", ".join(f"{name} {ratio:.2f}x" for name, ratio in numbers.items())
     return Passed(f"a logged step over a bare one: {shown}; {note}", numbers)
 
 
 def _ratios(
-    setup: Setup, model: nn.Module, loss: Callable[[nn.Module], Tensor], ways: dict[str, timing.Observe]
+    setup: Setup,
+    model_name: str,
+    model: nn.Module,
+    loss: Callable[[nn.Module], Tensor],
+    ways: dict[str, timing.Observe],
 ) -> dict[str, float]:
+    def progress(done: int, rounds: int) -> None:
+        setup.log(f"training {model_name}: round {done} of {rounds}")
+
     optimizer = timing.make_optimizer(model)
     with tempfile.TemporaryDirectory() as directory:
         variants = {
-            name: Variant(name, model, loss, observe, Path(directory) / str(i), shared=optimizer)
+            # A run of wandb takes seconds to start and to end.
+            name: Variant(
+                name,
+                model,
+                loss,
+                observe,
+                Path(directory) / str(i),
+                shared=optimizer,
+                every_nth_round=WANDB_EVERY if observe is _wandb else 1,
+            )
             for i, (name, observe) in enumerate(ways.items())
         }
         try:
             rounds = QUICK_ROUNDS if setup.quick else ROUNDS
-            timing.run_rounds(list(variants.values()), rounds, 1 if setup.quick else 5, _timer(setup))
+            timing.run_rounds(list(variants.values()), rounds, 1 if setup.quick else 5, _timer(setup), progress)
             compared = {name: timing.compared(variant, variants["bare"]) for name, variant in variants.items()}
         finally:
             for variant in variants.values():
