@@ -30,8 +30,15 @@ if os.environ.get("CI"):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keeps everything that was collected, before `-m` removes some, for the test of the marker `slow`."""
+    """Keeps everything that was collected, before `-m` removes some, for the test of the marker `slow`.
+
+    The tests of a file run in one process of xdist, in which what they share is made once: fixtures, reference runs,
+    processes that scripts are forked from. Some files share more, and name a group of their own.
+    """
     config.stash[COLLECTED] = list(items)
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 @pytest.fixture

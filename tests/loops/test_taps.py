@@ -72,7 +72,12 @@ def test_numbers_are_those_of_float64_and_training_is_the_same(loop: str) -> Non
 
 @pytest.mark.parametrize(
     "way",
-    ["whole", "blocks", "function", pytest.param("inductor", marks=slow("compiles with inductor; aot_eager is fast"))],
+    [
+        "whole",
+        "blocks",
+        pytest.param("function", marks=slow("test_compile.py compiles functions around a model")),
+        pytest.param("inductor", marks=slow("compiles with inductor; aot_eager is fast")),
+    ],
 )
 def test_compiled_taps_are_part_of_one_graph_for_logged_steps_and_one_for_the_others(way: str) -> None:
     reset()

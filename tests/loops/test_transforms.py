@@ -149,7 +149,7 @@ def without_cache(model: Any) -> nn.Module:
 @pytest.mark.parametrize(
     ("model", "name"),
     [
-        ("resnet", "export"),
+        pytest.param("resnet", "export", marks=slow("another large model")),
         ("cnn", "jit_trace"),
         ("multihead", "jit_trace"),
         ("lstm", "jit_trace"),

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 
 import numpy as np
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -17,6 +16,8 @@ BATCH, STEPS, ACCUMULATED, CLIP = 8, 6, 2, 0.25
 
 
 def digits(batches: int = STEPS * ACCUMULATED) -> torch.utils.data.TensorDataset:
+    from sklearn.datasets import load_digits  # it takes a second to import
+
     found = load_digits()
     images = torch.tensor(found.data[: batches * BATCH] / 16.0, dtype=torch.float32)
     return torch.utils.data.TensorDataset(images, torch.tensor(found.target[: batches * BATCH]))

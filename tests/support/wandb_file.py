@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from wandb.proto import wandb_internal_pb2
-
 _BLOCK, _FILE_HEADER, _RECORD_HEADER = 1 << 15, 7, 7
 _FULL, _LAST = 1, 4
 
@@ -38,6 +36,8 @@ def _contents(data: bytes) -> Iterator[bytes]:
 
 def records(directory: Path) -> list[Any]:
     """Every record of the one run there is, once its service has written the last: it does so after `finish()`."""
+    from wandb.proto import wandb_internal_pb2  # wandb takes a second to import
+
     (file,) = directory.glob("wandb/offline-run-*/run-*.wandb")
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:

@@ -499,21 +499,20 @@ def test_a_module_that_returns_its_parameter_collects_no_hooks() -> None:
     assert {frame["(root)", "gradient"].count for frame in watching.history} == {3}
 
 
-def test_nothing_grows_over_a_thousand_steps(only_new_objects: None) -> None:
+def test_nothing_grows_over_hundreds_of_steps(only_new_objects: None) -> None:
     model = mlp()
     optimizer = sgd(model)
     with tbhooks.watch(model, every=1) as watching:
-        train(model, 200, optimizer)
+        train(model, 100, optimizer)
         watching.flush()
         gc.collect()
         before = live_tensors(), zoo.hook_count(model)
-        train(model, 1000, optimizer)
+        train(model, 300, optimizer)
         watching.flush()
         gc.collect()
         after = live_tensors(), zoo.hook_count(model)
     assert after == before
-    assert len(watching.history) == 1000
-    assert watching.stats.steps == 1200
+    assert len(watching.history) == watching.stats.steps == 400
 
 
 def test_forwards_without_backward_leak_nothing(only_new_objects: None) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import tbhooks
+from tbhooks import cli
 
 
 def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -29,45 +30,60 @@ def test_a_wrong_command_says_what_there_is() -> None:
     assert "demo" in done.stderr
 
 
-def test_the_demo_trains_shows_what_it_saw_says_how_to_look_and_leaves_a_run_to_report(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Where the demo ran, and what it printed."""
     pytest.importorskip("sklearn")
-    done = run("demo", "--steps", "30", cwd=tmp_path)
+    directory = tmp_path_factory.mktemp("demo")
+    done = run("demo", "--steps", "60", cwd=directory)
     assert done.returncode == 0, done.stderr
-    for expected in ("conv1", "output.weight", "3 steps logged", "tensorboard --logdir runs"):
-        assert expected in done.stdout
-    assert len(list((tmp_path / "runs/digits").glob("events*"))) == 1
-    check_what_the_run_tells(tmp_path)
-    again = run("demo", "--steps", "10", cwd=tmp_path)
-    assert "runs/digits-2" in again.stdout
-    assert len(list((tmp_path / "runs/digits-2-diverging").glob("events*"))) == 1
-    assert len(list((tmp_path / "runs/digits").glob("events*"))) == 1
+    return directory, done.stdout
 
 
-def test_the_demo_shows_a_diverging_network_beside_a_normal_one(tmp_path: Path) -> None:
-    pytest.importorskip("sklearn")
-    done = run("demo", "--steps", "60", cwd=tmp_path)
-    normal, _, diverging = done.stdout.partition("The same network again")
+def test_the_demo_trains_shows_what_it_saw_and_says_how_to_look(demo: tuple[Path, str]) -> None:
+    directory, printed = demo
+    for expected in ("conv1", "output.weight", "6 steps logged", "tensorboard --logdir runs"):
+        assert expected in printed
+    assert len(list((directory / "runs/digits").glob("events*"))) == 1
+
+
+def test_the_demo_leaves_a_run_that_is_reported_checked_and_made_a_page(demo: tuple[Path, str]) -> None:
+    directory, _ = demo
+    shown = run("report", "runs/digits", "--html", "page.html", cwd=directory)
+    assert shown.returncode == 0, shown.stderr
+    assert "conv1" in (directory / "page.html").read_text(encoding="utf-8")
+    shown = run("report", "runs/digits", cwd=directory)
+    for expected in ("6 logged steps, 0 to 50", "train/loss", "conv1", "output.weight", "findings"):
+        assert expected in shown.stdout
+
+
+def test_the_demo_shows_a_diverging_network_beside_a_normal_one(demo: tuple[Path, str]) -> None:
+    directory, printed = demo
+    normal, _, diverging = printed.partition("The same network again")
     assert "No issues found." in normal
     assert "Update-to-weight ratio too high" in diverging
-    assert run("check", "runs/digits", "--fail-on", "warning", cwd=tmp_path).returncode == 0
-    assert run("check", "runs/digits-diverging", "--fail-on", "warning", cwd=tmp_path).returncode == 1
+    assert run("check", "runs/digits", "--fail-on", "warning", cwd=directory).returncode == 0
+    assert run("check", "runs/digits-diverging", "--fail-on", "warning", cwd=directory).returncode == 1
 
 
-def test_the_demo_refuses_a_wrong_every(tmp_path: Path) -> None:
-    done = run("demo", "--every", "0", cwd=tmp_path)
-    assert done.returncode == 1
-    assert "every must be an integer >= 1" in done.stderr
+def test_the_demo_keeps_the_runs_of_an_earlier_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("sklearn")
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        assert cli.main(["demo", "--steps", "1"]) == 0
+    assert "runs/digits-2" in capsys.readouterr().out
+    for name in ("digits", "digits-diverging", "digits-2", "digits-2-diverging"):
+        assert len(list((tmp_path / "runs" / name).glob("events*"))) == 1
 
 
-def check_what_the_run_tells(tmp_path: Path) -> None:
-    """It is reported, checked and made a page."""
-    shown = run("report", "runs/digits", cwd=tmp_path)
-    assert shown.returncode == 0, shown.stderr
-    for expected in ("3 logged steps, 0 to 20", "train/loss", "conv1", "output.weight", "findings"):
-        assert expected in shown.stdout
-    assert run("check", "runs/digits", cwd=tmp_path).returncode == 0
-    assert run("report", "runs/digits", "--html", "page.html", cwd=tmp_path).returncode == 0
-    assert "conv1" in (tmp_path / "page.html").read_text(encoding="utf-8")
+def test_the_demo_refuses_a_wrong_every(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["demo", "--every", "0"]) == 1
+    assert "every must be an integer >= 1" in capsys.readouterr().err
 
 
 def test_help_names_every_command() -> None:

@@ -52,11 +52,9 @@ CASES = {
     "raises": Case(("raises.py",), (0, 5, 10), "(root)", "bias", code=1),
     "without_torch": Case(("without_torch.py", "-m", "x"), runs=()),
 }
-# Each starts two processes that import torch. Of frameworks Lightning is in `make test`, of the ways to end an
-# exception; test_run_launcher.py has every way to end, test_run_model_finder.py several models.
-SLOW = (
-    "arguments", "compiled_model", "own_writer", "progress_bar", "trainer_gpt", "accelerate_loop", "gan", "exits_3",
-)  # fmt: skip
+# The others start two processes each that import torch: ten seconds. test_run_launcher.py has modules (`-m`),
+# arguments, spawned workers and every way to end, test_run_model_finder.py several models, and models in frameworks.
+ALWAYS = {"plain_loop", "raises", "without_torch"}
 
 
 def environment() -> dict[str, str]:
@@ -89,7 +87,7 @@ def tags_of(directory: Path) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize(
     "name",
-    cases(list(CASES), always={*CASES} - {*SLOW}, reason="test_run_model_finder.py and test_run_options.py have it"),
+    cases(list(CASES), always=ALWAYS, reason="test_run_launcher.py and test_run_model_finder.py have it"),
 )
 def test_a_script_does_what_it_did_and_leaves_a_run_full_of_tags(tmp_path: Path, name: str) -> None:
     case = CASES[name]
@@ -140,6 +138,7 @@ def by_torchrun(directory: Path, *words: str) -> subprocess.CompletedProcess[str
 SPREAD = str(SCRIPTS / "distributed_loop.py")
 
 
+@slow("torchrun takes seconds", covered_by="test_sharded_parameters_are_merged_where_asked_for_and_told_of_where_not")
 def test_torchrun_starts_it_on_every_rank_and_the_first_writes(tmp_path: Path) -> None:
     ran = by_torchrun(tmp_path / "run", "-m", "tbhooks", "run", "--every", "5", SPREAD)
     assert ran.returncode == 0, ran.stderr[-3000:]
@@ -151,7 +150,7 @@ def test_torchrun_starts_it_on_every_rank_and_the_first_writes(tmp_path: Path) -
     assert sorted(re.findall(r"rank \d", ran.stdout)) == ["rank 0", "rank 1"]
 
 
-@slow("two runs of torchrun", covered_by="test_torchrun_starts_it_on_every_rank_and_the_first_writes")
+@slow("torchrun, twice", covered_by="test_sharded_parameters_are_merged_where_asked_for_and_told_of_where_not")
 def test_every_rank_trains_to_the_same_bit_under_torchrun(tmp_path: Path) -> None:
     bare = by_torchrun(tmp_path / "bare", SPREAD)
     watched = by_torchrun(tmp_path / "watched", "-m", "tbhooks", "run", "--every", "1", SPREAD)

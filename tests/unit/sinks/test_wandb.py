@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import wandb
 
 import tbhooks
 from tbhooks.data.frame import Finding, Site
@@ -26,6 +25,8 @@ pytestmark = pytest.mark.xdist_group("wandb")  # a service in the background, wh
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Any]:
+    import wandb  # it takes a second
+
     settings = wandb.Settings(silent=True, console="off", x_disable_stats=True, x_disable_meta=True)
     found = wandb.init(project="tests", mode="offline", dir=tmp_path, settings=settings)
     yield found
@@ -98,6 +99,8 @@ def test_nothing_is_dropped_for_a_lower_step_however_the_user_logs(
 
 
 def test_numbers_and_histograms_are_those_of_the_frame_on_an_axis_of_their_own(run: Any, tmp_path: Path) -> None:
+    import wandb
+
     model, memory = make_net(), tbhooks.MemorySink()
     with tbhooks.watch(model, [wandb, memory], every=3, scalars=("std", "update.ratio")) as watching:
         optimizer = sgd(model)
@@ -200,6 +203,8 @@ def test_a_run_that_is_said_to_be_ours_alone_is_written_at_once(run: Any) -> Non
 
 
 def test_the_module_without_a_run_is_told_what_is_missing() -> None:
+    import wandb
+
     assert wandb.run is None
     with pytest.raises(tbhooks.ArgumentError, match=r"call wandb.init\(\) before watch"):
         tbhooks.watch(mlp(), wandb)

@@ -10,10 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import nbformat
 import numpy as np
 import pytest
-from nbclient import NotebookClient
 
 import tbhooks
 from tbhooks.data.errors import ArgumentError
@@ -356,6 +354,9 @@ WIDGET = "application/vnd.jupyter.widget-view+json"
 @pytest.fixture(scope="module")
 def saved() -> dict[str, list[Any]]:
     """The outputs of these cells in a notebook that was run and saved."""
+    import nbformat  # they take a second to import
+    from nbclient import NotebookClient
+
     cells = [nbformat.v4.new_code_cell(cell) for cell in (SETUP, *CELLS.values())]
     notebook = nbformat.v4.new_notebook(cells=cells)
     NotebookClient(notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(ROOT)}}).execute()
