@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from tbhooks.capture.scalars import metrics
 from tbhooks.capture.scalars.training_metrics import PARTS
 from tbhooks.capture.selection import unwrap
 from tbhooks.capture.session import CaptureSession
+from tbhooks.capture.step import evaluation
 from tbhooks.collectors import channels, embeddings, images
 from tbhooks.collectors.graph.collector import GraphCollector
 from tbhooks.collectors.model_summary import SummaryCollector
@@ -26,11 +27,12 @@ from tbhooks.data.artifacts import Artifact, RunEnded
 from tbhooks.data.errors import ArgumentError, check_integer, check_names, invalid_argument
 from tbhooks.data.frame import Frame
 from tbhooks.data.process.remote import is_remote
-from tbhooks.data.self_report import Report, Stats
+from tbhooks.data.self_report import Stats
 from tbhooks.delivery.worker import Worker
 from tbhooks.drawing.model_table import Summary
 from tbhooks.reduction import cpu, triton
 from tbhooks.reduction.metrics import READY
+from tbhooks.sinks import Sink
 
 
 class Extras:
@@ -39,14 +41,27 @@ class Extras:
     The methods are those of `Watch` with the same names, which document them.
     """
 
-    def __init__(self, session: CaptureSession, worker: Worker, lifecycle: Lifecycle, report: Report) -> None:
+    def __init__(
+        self, session: CaptureSession, worker: Worker, lifecycle: Lifecycle, kinds: tuple[str, ...],
+        make_sinks: Callable[[Any], tuple[Sink, ...]],
+    ) -> None:  # fmt: skip
         self._session = session
         self._worker = worker
         self._lifecycle = lifecycle
-        self._report = report
+        self._kinds, self._make_sinks = kinds, make_sinks
+        self._report = lifecycle.report
         self._model = lifecycle.model
         self._has_hparams = False
         self._summary: SummaryCollector | None = None
+
+    def evaluation(self, writer: Any) -> None:
+        if not set(evaluation.KINDS) & set(self._kinds):
+            kinds = ", ".join(evaluation.KINDS)
+            raise ArgumentError(f"evaluation passes have {kinds}; this watch captures {self._kinds}")
+        if self._lifecycle.is_writing:  # ranks evaluate at different times, so their evaluations are not merged
+            if writer is not None:
+                self._lifecycle.send_evaluations_to(self._make_sinks(writer))
+            self._session.evaluation.enable()
 
     def graph(self) -> None:
         self._collect(GraphCollector(self._model, self._session.observer, self._report))
@@ -186,5 +201,9 @@ class ArtifactStep:
         return self
 
     def frames(self) -> list[Frame]:
-        counts = np.zeros((0, 0), dtype=np.int64)
-        return [Frame(self.step, time.time(), 0, (), stats.empty_rows(0), counts, artifacts=self.artifacts)]
+        return [frame_of_artifacts(self.artifacts, self.step, time.time(), rank=0)]
+
+
+def frame_of_artifacts(artifacts: tuple[Artifact, ...], step: int, when: float, rank: int) -> Frame:
+    """A frame without statistics."""
+    return Frame(step, when, rank, (), stats.empty_rows(0), np.zeros((0, 0), dtype=np.int64), artifacts=artifacts)

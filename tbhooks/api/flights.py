@@ -6,22 +6,19 @@ import contextlib
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import numpy as np
-
+from tbhooks.api.extras import ArtifactStep, frame_of_artifacts
 from tbhooks.api.finding_actions import FindingActions
 from tbhooks.api.lifecycle import Lifecycle
 from tbhooks.capture.flight.recorder import DETAILS, FlightRecorder
 from tbhooks.capture.flight.rows import FlightCopy
 from tbhooks.capture.session import CaptureSession
-from tbhooks.data import stats
-from tbhooks.data.artifacts import Artifact, FlightsLeftOut
+from tbhooks.data.artifacts import FlightsLeftOut
 from tbhooks.data.artifacts.flights import Flight
 from tbhooks.data.errors import ArgumentError, check_integer, check_names
 from tbhooks.data.frame import Finding, Frame
@@ -92,7 +89,7 @@ class Flights:
     def _say(self, left_out: str) -> None:
         """Writes what is missing in the run."""
         self._lifecycle.report.log_once(f"flight recorder: {left_out}")
-        self._worker.submit(_Note((FlightsLeftOut((left_out,)),), self._session.clock.count))
+        self._worker.submit(ArtifactStep((FlightsLeftOut((left_out,)),), self._session.clock.count))
 
     def _on_finding(self, finding: Finding) -> None:
         if finding.severity != "info":
@@ -109,7 +106,9 @@ class Flights:
             with self._lifecycle.report.guarded("dumps of other ranks"):
                 self._exchange.close()
         if self._recorder.left_out:
-            self._worker.submit(_Note((FlightsLeftOut(tuple(self._recorder.left_out)),), self._session.clock.count))
+            self._worker.submit(
+                ArtifactStep((FlightsLeftOut(tuple(self._recorder.left_out)),), self._session.clock.count)
+            )
 
     # SIGUSR1.
 
@@ -142,21 +141,6 @@ def _why_failed() -> str | None:
 
 
 @dataclass(frozen=True)
-class _Note:
-    """Artifacts without a logged step. Implements the `Step` of the background thread; small, and never dropped."""
-
-    artifacts: tuple[Artifact, ...]
-    step: int
-    nbytes: int = 0
-
-    def without_numbers(self) -> _Note:
-        return self
-
-    def frames(self) -> list[Frame]:
-        return [_frame(self.step, time.time(), 0, self.artifacts)]
-
-
-@dataclass(frozen=True)
 class _FlightStep:
     """A dump on its way to the sinks. Implements the `Step` of the background thread."""
 
@@ -174,8 +158,4 @@ class _FlightStep:
     def frames(self) -> list[Frame]:
         flight = self.copy.flight()
         self.keep(flight)
-        return [_frame(flight.step, flight.time, flight.rank, (flight,))]
-
-
-def _frame(step: int, when: float, rank: int, artifacts: tuple[Artifact, ...]) -> Frame:
-    return Frame(step, when, rank, (), stats.empty_rows(0), np.zeros((0, 0), dtype=np.int64), artifacts=artifacts)
+        return [frame_of_artifacts((flight,), flight.step, flight.time, flight.rank)]

@@ -16,11 +16,10 @@ from tbhooks.api.flights import Flights
 from tbhooks.api.lifecycle import Lifecycle
 from tbhooks.capture.compile.dynamo import dynamo_disable
 from tbhooks.capture.session import CaptureSession
-from tbhooks.capture.step import evaluation
 from tbhooks.collectors import channels, embeddings, images
 from tbhooks.data.artifacts.flights import Flight
 from tbhooks.data.display import LiveView, display, mimebundle
-from tbhooks.data.errors import ArgumentError, check_integer
+from tbhooks.data.errors import check_integer
 from tbhooks.data.findings import Findings
 from tbhooks.data.frame import Finding, Frame
 from tbhooks.data.history import History
@@ -53,9 +52,14 @@ class Watch:
         self._actions = actions
         self._history = history
         self._kinds = kinds
-        self._make_sinks = make_sinks
-        self._extras = Extras(session, worker, lifecycle, lifecycle.report)
+        self._unchecked_extras = Extras(session, worker, lifecycle, kinds, make_sinks)
         self._flights = Flights(session, worker, lifecycle, actions)
+
+    @property
+    def _extras(self) -> Extras:
+        """Does the work of most methods. Raises a `ClosedError` after `close()`."""
+        self._lifecycle.check_open()
+        return self._unchecked_extras
 
     # Training.
 
@@ -138,14 +142,7 @@ class Watch:
         kinds such as `eval.activation`. Raises an `ArgumentError` if the kinds of this watch do not occur in
         evaluation, or if `writer` is where the watch writes already.
         """
-        self._lifecycle.check_open()
-        if not set(evaluation.KINDS) & set(self._kinds):
-            kinds = ", ".join(evaluation.KINDS)
-            raise ArgumentError(f"evaluation passes have {kinds}; this watch captures {self._kinds}")
-        if self._lifecycle.is_writing:  # ranks evaluate at different times, so their evaluations are not merged
-            if writer is not None:
-                self._lifecycle.send_evaluations_to(self._make_sinks(writer))
-            self._session.evaluation.enable()
+        self._extras.evaluation(writer)
         return self
 
     def log_every(self, n: int) -> Self:
@@ -155,7 +152,6 @@ class Watch:
         (as `eval/...`, or while the model is in evaluation mode) are averaged over it, and written when training goes
         on. With `ranks="merge"` the means of logged steps are over all ranks, the others over the first rank.
         """
-        self._lifecycle.check_open()
         self._extras.log_every(n)
         return self
 
@@ -167,7 +163,6 @@ class Watch:
         measured between written steps by the clock of the host, without evaluations. The number of samples is the
         length of the model's first tensor argument, the number of tokens the size of its first integer tensor.
         """
-        self._lifecycle.check_open()
         self._extras.progress(parts)
         return self
 
@@ -177,7 +172,6 @@ class Watch:
         Modules are nested by their path. Edges are the tensors that were passed. Evaluation passes have a graph of
         their own if `evaluation()` was called. Afterwards no hook of the tracer is left on the model.
         """
-        self._lifecycle.check_open()
         self._extras.graph()
         return self
 
@@ -187,7 +181,6 @@ class Watch:
         Output shapes are those of the next logged pass, and empty before it. That pass also writes the table to
         TensorBoard's TEXT tab.
         """
-        self._lifecycle.check_open()
         return self._extras.summary()
 
     def images(self, pattern: Any = None, *, every: int | None = None, most_bytes: int = images.MOST_BYTES) -> Self:
@@ -198,7 +191,6 @@ class Watch:
         then half as often with every doubling, or every `every` logged steps. At most `most_bytes` are copied in a
         step; `stats.unseen` lists what was skipped.
         """
-        self._lifecycle.check_open()
         self._extras.images(pattern, every, most_bytes)
         return self
 
@@ -210,7 +202,6 @@ class Watch:
         steps; `runs.read(...).channels` returns them. `histograms=True` adds histograms of the first 64 channels of a
         layer, with tags such as `activation/conv1[3]`, on steps that have histograms.
         """
-        self._lifecycle.check_open()
         self._extras.per_channel(pattern, kinds, histograms)
         return self
 
@@ -238,7 +229,6 @@ class Watch:
         >>> w.metric("small", lambda t: (t.abs() < 1e-3).float().mean(), "layers.*", reduce="max")  # doctest: +SKIP
 
         """
-        self._lifecycle.check_open()
         self._extras.metric(name, function, pattern, kind, reduce)
         return self
 
@@ -255,7 +245,6 @@ class Watch:
         two written entries. Entries are written at the logged steps 0, 1, 2, 4, 8 and so on, or every `every` logged
         steps, up to 20 per layer. Needs a local directory.
         """
-        self._lifecycle.check_open()
         self._extras.embeddings(pattern, labels, thumbnails, every, most)
         return self
 
@@ -266,7 +255,6 @@ class Watch:
         `metrics` are tags such as `train/loss`, `eval/accuracy` or `gradient.norm/fc`; the tab shows their last
         values. Whether the run failed is written when the watch closes. Raises an `ArgumentError` if called twice.
         """
-        self._lifecycle.check_open()
         self._extras.hparams(values, metrics)
         return self
 
@@ -275,7 +263,6 @@ class Watch:
 
         It contains no user or host names, no paths and no environment variables.
         """
-        self._lifecycle.check_open()
         self._extras.environment()
         return self
 
@@ -286,7 +273,6 @@ class Watch:
         that tbhooks does is named `tbhooks::...`. Raises an `ArgumentError` if the first step is over, or if the watch
         does not write to a local directory.
         """
-        self._lifecycle.check_open()
         self._extras.profile(steps)
         return self
 
@@ -389,7 +375,7 @@ class Watch:
     @property
     def stats(self) -> Stats:
         """What the watch reports about itself: skipped modules, errors, dropped steps, time spent. Does not wait."""
-        return self._extras.stats()
+        return self._unchecked_extras.stats()
 
     def live(self, kind: str = "activation", stat: str = "std", *, interactive: bool | None = None) -> LiveView:
         """Shows a view in a notebook cell that follows training: a heat map of layers by steps, the loss, findings.

@@ -23,7 +23,7 @@ from tbhooks.capture.compile import dynamo
 from tbhooks.capture.compile.dynamo import CompileGate, dynamo_skip
 from tbhooks.capture.cuda_graphs import GraphCapture
 from tbhooks.capture.hooks.hook_types import call_new_pre_hooks
-from tbhooks.capture.hooks.manager import hook_root
+from tbhooks.capture.hooks.manager import hook_begin
 from tbhooks.capture.hooks.unpicklable import UnpicklableHook
 from tbhooks.data.self_report import Report
 from tbhooks.reduction.torch_rows import has_no_data
@@ -99,7 +99,7 @@ class ForwardEvent:
         model = self._model()
         if self._subscriptions and not self._is_paused and model is not None:
             if self._handle is None:
-                self._handle = hook_root(model, self._hook)
+                self._handle = hook_begin(model, self._hook)
         elif not self._gate.was_compiled:  # or torch would recompile what it is a part of
             self._remove_hook()
 

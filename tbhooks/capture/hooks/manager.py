@@ -138,9 +138,7 @@ class HookManager:
                 self.hooks[path] if known else ForwardHook(self._observer, path, module, self._wanted, path in chosen)
             )
             if self._collectors:
-                hooks[path].collects_outputs = self._collectors.wants(path, module)
-                hooks[path].collects_inputs = self._collectors.wants_inputs(path, module)
-                hooks[path].reads_pairs = self._collectors.wants_pairs(path)
+                self._set_collected(hooks[path], module)
             self._handles += self._register(hooks[path], module)
         self.hooks = hooks
         self.is_attached = bool(hooks)
@@ -188,20 +186,19 @@ class HookManager:
     def reattach(self) -> None:
         """To be called when collectors want other modules than before."""
         if self.gate.was_compiled and self.is_attached:
-            self._update_collected()
+            for hook in self.hooks.values():
+                self._set_collected(hook, hook.module())
             self.attach()  # changes only what has no hook yet, because changed hooks would cause a recompile
         elif self.is_attached or self.gate.open:
             self.detach()
             self.attach()
 
-    def _update_collected(self) -> None:
-        """Sets on each hook whether a collector wants what it reads."""
-        for path, hook in self.hooks.items():
-            module = hook.module()
-            if module is not None:
-                hook.collects_outputs = self._collectors.wants(path, module)
-                hook.collects_inputs = self._collectors.wants_inputs(path, module)
-                hook.reads_pairs = self._collectors.wants_pairs(path)
+    def _set_collected(self, hook: ForwardHook, module: nn.Module | None) -> None:
+        """Sets on a hook whether a collector wants what it reads."""
+        if module is not None:
+            hook.collects_outputs = self._collectors.wants(hook.path, module)
+            hook.collects_inputs = self._collectors.wants_inputs(hook.path, module)
+            hook.reads_pairs = self._collectors.wants_pairs(hook.path)
 
     def detach(self) -> None:
         """Leaves no hook on any module."""
@@ -346,7 +343,7 @@ class HookManager:
         if hook.path == ROOT:
             yield module.register_forward_pre_hook(BeginHook(self._observer))
         if hook.reads_inputs or hook.collects_inputs:
-            yield _hook_begin(module, InputHook(hook))
+            yield hook_begin(module, InputHook(hook))
         if self.gate.has_taps:
             yield module.register_forward_pre_hook(MarkHook(hook, begins=True))
         if self._functional is not None:
@@ -363,12 +360,8 @@ class HookManager:
             yield _hook_end(module, EndHook(self._observer))
 
 
-def hook_root(model: nn.Module, hook: Callable[..., None]) -> RemovableHandle:
-    """Calls the hook whenever a forward of the model begins."""
-    return _hook_begin(model, hook)
-
-
-def _hook_begin(module: nn.Module, hook: Callable[..., None]) -> RemovableHandle:
+def hook_begin(module: nn.Module, hook: Callable[..., None]) -> RemovableHandle:
+    """Calls the hook whenever a forward of the module begins."""
     handle = module.register_forward_pre_hook(hook, with_kwargs=True)
     # Torch only asks whether the key is there. With the hook as its value, copies of the module leave it out, too.
     module._forward_pre_hooks_with_kwargs[handle.id] = hook  # type: ignore[assignment]
@@ -389,7 +382,7 @@ def hook_output(model: nn.Module, hook: Callable[..., None]) -> RemovableHandle:
 
 def hook_forward(model: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> list[RemovableHandle]:
     """Calls `before` with what a model is given, and `after` with what it returns."""
-    return [_hook_begin(model, before), model.register_forward_hook(after)]
+    return [hook_begin(model, before), model.register_forward_hook(after)]
 
 
 def hook_calls(modules: Mapping[str, nn.Module], observer: CallObserver) -> list[RemovableHandle]:
@@ -398,7 +391,7 @@ def hook_calls(modules: Mapping[str, nn.Module], observer: CallObserver) -> list
     for path, module in modules.items():
         if not isinstance(module, torch.jit.ScriptModule):
             dynamo.stays_uncompiled(type(module).forward)
-            handles += [_hook_begin(module, CallHook(observer, path)), _hook_end(module, ReturnHook(observer, path))]
+            handles += [hook_begin(module, CallHook(observer, path)), _hook_end(module, ReturnHook(observer, path))]
     return handles
 
 
