@@ -69,7 +69,7 @@ def test_findings_of_one_cause_are_a_chain_from_the_learning_rate_to_nan(models:
     )
 
 
-def test_running_failed_and_ended_runs_are_told_apart(models: Pages) -> None:
+def test_running_failed_and_ended_runs_are_distinguished(models: Pages) -> None:
     page = models.open("/data/plugin/tbhooks/core/style.css", **WIDE)
 
     def now_running(route: Any) -> None:

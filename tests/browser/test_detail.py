@@ -338,7 +338,7 @@ def is_slanted(line: Any) -> bool:
     return all(line.get_attribute(f"{axis}1") != line.get_attribute(f"{axis}2") for axis in "xy")
 
 
-def test_zeros_nan_and_inf_are_told_in_words_and_have_bars_of_their_own(page: Any) -> None:
+def test_zeros_nan_and_inf_are_written_in_words_and_have_bars_of_their_own(page: Any) -> None:
     x = np.concatenate([normal(size=900), np.zeros(60), np.full(30, np.nan), np.full(10, np.inf)])
     usual(page, x)
     words = page.locator(".detail-distribution .detail-words").inner_text()
@@ -505,7 +505,7 @@ def test_many_steps_are_thinned_without_losing_a_spike(page: Any) -> None:
     assert min(heights) < 40 < 150 < max(heights)
 
 
-def test_ridges_show_first_and_last_step_and_at_most_what_can_be_told_apart(page: Any) -> None:
+def test_ridges_show_first_and_last_step_and_at_most_what_can_be_distinguished(page: Any) -> None:
     steps = list(range(0, 600, 10))
     answer(page, a=(distribution(normal(), 330), history([normal(seed=s) for s in steps], steps)))
     show(page, "a", step=330)

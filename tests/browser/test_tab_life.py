@@ -129,7 +129,7 @@ def test_new_steps_arrive_and_nobody_loses_his_place(pages: Pages, board: Board)
     expect(tab.frame.locator(".detail-name")).to_have_text("layer.1")
 
 
-def test_a_silent_server_is_told_quietly_and_recovered_from(pages: Pages) -> None:
+def test_a_silent_server_is_reported_quietly_and_recovered_from(pages: Pages) -> None:
     pages.expected = "Failed to load resource"  # the browser itself says so
     tab = alone(pages, FIRST)
     banner = tab.frame.locator(".banner")
@@ -150,7 +150,7 @@ def answer_runs(tab_page: Any, change: Callable[[dict[str, Any]], dict[str, Any]
     tab_page.route("**/runs", respond)
 
 
-def test_a_run_that_vanishes_is_told_and_stays_on_show(pages: Pages) -> None:
+def test_a_run_that_vanishes_is_reported_and_stays_on_show(pages: Pages) -> None:
     tab = alone(pages, FIRST)
     answer_runs(tab.page, lambda reply: reply | {"runs": [run for run in reply["runs"] if run["name"] != "first"]})
     tab.look_again()
@@ -194,7 +194,7 @@ def test_without_data_the_tab_says_how_to_get_it_and_fills_by_itself(pages: Page
     expect(page.locator(".empty")).to_be_hidden()
 
 
-def test_a_run_the_link_names_but_nobody_has_is_told(pages: Pages) -> None:
+def test_a_run_the_link_names_but_nobody_has_is_reported(pages: Pages) -> None:
     tab = alone(pages, parameters(page="map", run="gone", picks="not json", depth="-7", scale="odd"))
     expect(tab.frame.locator(".banner")).to_contain_text("Run gone is not in the log directory")
 

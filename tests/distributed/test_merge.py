@@ -84,7 +84,7 @@ def test_ranks_on_one_batch_share_an_output_if_it_is_the_same_and_add_their_part
     check(merge.merge(two_batches).table, ACTIVATION, np.concatenate([whole, whole]))
 
 
-def test_a_parameter_of_which_a_piece_is_missing_is_not_shown_and_that_is_told() -> None:
+def test_a_parameter_of_which_a_piece_is_missing_is_not_shown_and_that_is_reported() -> None:
     whole, outputs = np.arange(4.0), np.arange(8.0)
     torn = [table({ACTIVATION: outputs, WEIGHT: whole}, (0, 2)), StepTable(7)]
     merged = merge.merge(torn)
@@ -95,7 +95,7 @@ def test_a_parameter_of_which_a_piece_is_missing_is_not_shown_and_that_is_told()
     check(merged.table, ACTIVATION, outputs)
 
 
-def test_replicas_that_are_none_are_told_and_all_counted() -> None:
+def test_replicas_that_are_none_are_reported_and_all_counted() -> None:
     tables = [table({WEIGHT_GRADIENT: np.arange(4.0) + i}) for i in range(3)]
     merged = merge.merge(tables)
     check(merged.table, WEIGHT_GRADIENT, np.concatenate([np.arange(4.0) + i for i in range(3)]))
@@ -171,7 +171,7 @@ def test_a_table_comes_back_from_its_bytes_unchanged(rows: list[tuple[str, str, 
     assert not writer.left_out
 
 
-def test_what_does_not_fit_is_left_out_and_told_and_the_length_stays() -> None:
+def test_what_does_not_fit_is_left_out_and_reported_and_the_length_stays() -> None:
     rows = {Site(f"layer{i}", "activation"): np.random.default_rng(i).normal(size=500) for i in range(40)}
     sent = table(rows)
     for size, left in ((5000, {"histograms"}), (2000, {"sites", "histograms"})):

@@ -129,7 +129,7 @@ def test_a_module_that_one_rank_does_not_run_is_merged_as_nothing_there(pool: Pr
         assert not any("merging of ranks ended" in message for message in messages)
 
 
-def test_gradients_that_were_not_averaged_are_told_from_those_that_were(pool: ProcessPool, tmp_path: Path) -> None:
+def test_gradients_that_were_not_averaged_are_reported_from_those_that_were(pool: ProcessPool, tmp_path: Path) -> None:
     (_, messages, _), (_, others, _) = (
         (found, said, spread) for found, spread, said in pool.values(jobs.differing, 2, tmp_path, 1.0)
     )

@@ -326,11 +326,11 @@ def test_compiled_autograd_keeps_its_bits_and_shows_all_but_gradients_of_activat
     assert should <= {(site.name, site.kind) for site in watching.latest.sites}
 
 
-def test_gradients_that_compiled_autograd_does_not_show_are_told() -> None:
+def test_gradients_that_compiled_autograd_does_not_show_are_reported() -> None:
     _, watching = train_with_compiled_autograd(is_watched=True)
     seen = {(site.name, site.kind) for site in watching.latest.sites}
     missing = {f"{kind}/{name}" for name, kind in set(float64_recorder.observe(BLOCKS)[0]) - seen}
-    assert missing <= set(watching.stats.unseen) or any("autograd" in told for told in watching.stats.messages)
+    assert missing <= set(watching.stats.unseen) or any("autograd" in message for message in watching.stats.messages)
 
 
 # --- Copies, closing ------------------------------------------------------------------------------
@@ -359,11 +359,11 @@ def test_a_copy_of_a_watched_compiled_model_trains_the_same_and_logs_nothing() -
     watching = tbhooks.watch(model, every=1)
     optimizer = sgd(model)
     called(torch.randn(6, 4)).mean().backward()
-    twin_of_it = copy.deepcopy(called)
+    copied = copy.deepcopy(called)
     assert copy.deepcopy(model)(torch.ones(1, 4)).item() == called(torch.ones(1, 4)).item()
     fired = watching.stats.hooks_fired
     for _ in range(2):
-        twin_of_it(torch.randn(6, 4)).mean().backward()
+        copied(torch.randn(6, 4)).mean().backward()
     assert watching.stats.hooks_fired == fired
     optimizer.step()
     assert watching.latest["0", "activation"].count == 8 * 6  # the pass without a backward is left out

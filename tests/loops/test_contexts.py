@@ -286,7 +286,7 @@ GLOBAL_HOOKS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", GLOBAL_HOOKS)
-def test_hooks_that_others_put_on_every_module_come_first_and_their_outputs_are_read(name: str) -> None:
+def test_hooks_that_others_register_on_every_module_come_first_and_their_outputs_are_read(name: str) -> None:
     @contextlib.contextmanager
     def hooked() -> Iterator[None]:
         handle = GLOBAL_HOOKS[name]()
@@ -400,7 +400,7 @@ def test_a_tensor_torch_cannot_compute_with_is_said_and_is_no_error_of_ours(chan
 
 
 def changed_in_the_middle(case: zoo.Case, change: Callable[[nn.Module], Any], watch: bool) -> tuple[Any, Any, Any]:
-    """Two steps, the change in an armed moment, two steps with a new optimizer; with all that is left of each run."""
+    """Two steps, the change in a logged step, two steps with a new optimizer; with all that is left of each run."""
     torch.manual_seed(0)
     model: Any = case.build()
     observer, frames, left = None, [], []
@@ -484,7 +484,7 @@ CHANGES: dict[str, Any] = {
     "change",
     [pytest.param(*getattr(c, "values", (c,)), id=n, marks=getattr(c, "marks", ())) for n, c in CHANGES.items()],
 )
-def test_a_model_changed_between_armed_steps_goes_on_with_the_right_numbers(change: Any) -> None:
+def test_a_model_changed_between_logged_steps_goes_on_with_the_right_numbers(change: Any) -> None:
     bare, expected, _ = changed_in_the_middle(VECTORS, change, watch=False)
     left, frames, watching = changed_in_the_middle(VECTORS, change, watch=True)
     assert left == bare

@@ -139,8 +139,8 @@ def test_entropy_and_largest_logit_of_attention_equal_float64(
     assert not any("inf_count" in tag or "nan_count" in tag for tag in frames.tags(tmp_path))
     for site, values in expected.items():
         for i, stat in enumerate(("mean", "entropy", "max_logit")):
-            told = {step: pytest.approx(value[i], rel=1e-5) for step, value in values.items()}
-            assert frames.scalar_series(tmp_path, f"functional.{stat}/{site}") == told
+            expected = {step: pytest.approx(value[i], rel=1e-5) for step, value in values.items()}
+            assert frames.scalar_series(tmp_path, f"functional.{stat}/{site}") == expected
         assert (1, f"functional/{site}") in frames.histograms(tmp_path)
     tags = frames.accumulator(tmp_path).Tags()["scalars"]
     assert not [tag for tag in tags if tag.endswith((".entropy", ".logits"))]

@@ -102,7 +102,7 @@ def test_optimizers_inside_backward_show_the_norm_of_what_they_used() -> None:
 
 
 class Fragile(nn.Module):
-    """Passes everything on; its backward raises while it is told to."""
+    """Passes everything on; its backward raises while it is set to."""
 
     fails = False
 

@@ -25,7 +25,7 @@ either_schedule = pytest.mark.parametrize(
 
 
 class Ledger(Float64Recorder):
-    """The float64 recorder, told by the loop itself when weights are read and when a step is over."""
+    """The float64 recorder: the loop itself says when weights are read and when a step is over."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)

@@ -87,7 +87,7 @@ def transformed(
 def assert_unchanged(
     case: zoo.Case, transform: Transform, expected: list[float64_recorder.Step] | None = None
 ) -> tbhooks.Watch:
-    """The same results, the same training, and frames as expected: of the training alone, if not told otherwise."""
+    """The same results, the same training, and frames as expected: of the training alone, unless given."""
     bare_trace, bare_results, _ = transformed(case, transform)
     trace, results, watching = transformed(case, transform, lambda model: tbhooks.watch(model, every=2))
     watching.close()
@@ -398,5 +398,5 @@ OF_COPIES: dict[str, Any] = {
         reason="a strict export takes seconds and calls the hooks of the copy as the other export does",
     ),
 )
-def test_a_copy_of_an_armed_model_transforms_like_a_copy_of_a_bare_one(name: str, copied: str) -> None:
+def test_a_copy_of_a_watched_model_transforms_like_a_copy_of_a_bare_one(name: str, copied: str) -> None:
     assert_unchanged(SQUARE, lambda model, batch: OF_COPIES[name](COPIES[copied](model), batch))

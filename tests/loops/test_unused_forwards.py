@@ -26,7 +26,7 @@ def batch(seed: int, scale: float = 1.0) -> Tensor:
 
 
 class Kept:
-    """What hooks of the test see of the first layer while told to look, in float64."""
+    """What hooks of the test see of the first layer while it is on, in float64."""
 
     def __init__(self, model: nn.Module) -> None:
         self.activations: list[Any] = []
@@ -111,7 +111,7 @@ def test_that_forwards_are_left_out_is_said_once(caplog: pytest.LogCaptureFixtur
 
 
 @pytest.mark.parametrize("kinds", [("activation",), ("activation", "input")])
-def test_where_gradients_are_not_asked_for_the_forwards_are_told_apart_too(kinds: tuple[str, ...]) -> None:
+def test_where_gradients_are_not_asked_for_the_forwards_are_distinguished_too(kinds: tuple[str, ...]) -> None:
     model = mlp()
     optimizer = sgd(model)
     with tbhooks.watch(model, every=1, kinds=kinds, include="0") as watching:
@@ -253,7 +253,7 @@ def test_a_shared_module_in_one_forward_counts_all_its_calls() -> None:
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("unused", ["no_grad", "with_grad"])
-def test_forwards_of_a_compiled_model_are_told_apart(unused: str, backend: str) -> None:
+def test_forwards_of_a_compiled_model_are_distinguished(unused: str, backend: str) -> None:
     torch.compiler.reset()
     model = mlp()
     called = torch.compile(model, backend=backend, fullgraph=True)
@@ -318,7 +318,7 @@ def test_one_backward_for_two_optimizers_counts_for_both() -> None:
 
 
 class Full(nn.Module):
-    """Runs out of memory when told to, in forward or in backward."""
+    """Runs out of memory on demand, in forward or in backward."""
 
     def __init__(self, problem: type[BaseException]) -> None:
         super().__init__()

@@ -120,7 +120,7 @@ def test_nan_is_a_number_to_it_and_findings_are_a_tag(run: Any) -> None:
     assert data.tags["tbhooks.findings"] == "warning, step 3: 0 is dead"
 
 
-def test_without_an_active_run_it_is_told_what_is_missing(store: str) -> None:
+def test_without_an_active_run_it_says_what_is_missing(store: str) -> None:
     with pytest.raises(tbhooks.ArgumentError, match=r"call mlflow.start_run\(\) before watch"):
         tbhooks.watch(mlp(), mlflow)
 

@@ -680,10 +680,10 @@ def test_buffer_written_in_inference_mode() -> None:
 
 def test_copies_are_independent() -> None:
     model = to_device(nn.Linear(2, 2))
-    twin = copy.deepcopy(model)
+    copied = copy.deepcopy(model)
     with torch.no_grad():
-        twin.weight.zero_()
-    assert isinstance(twin.weight, FakeDeviceTensor)
+        copied.weight.zero_()
+    assert isinstance(copied.weight, FakeDeviceTensor)
     assert model.weight.abs().sum().item() > 0
 
 

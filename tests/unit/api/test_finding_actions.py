@@ -40,10 +40,10 @@ def run(reaction: Any, severity: str = "warning", steps: int = 6) -> tuple[tbhoo
 
 
 def test_a_callable_is_called_once_with_the_finding() -> None:
-    told: list[Finding] = []
-    watching, done = run(told.append)
-    assert told == watching.findings
-    assert [finding.message for finding in told] == ["look here"]
+    received: list[Finding] = []
+    watching, done = run(received.append)
+    assert received == watching.findings
+    assert [finding.message for finding in received] == ["look here"]
     assert done == list(range(6))
 
 

@@ -249,7 +249,7 @@ def test_trouble_is_not_printed_either(script: Script) -> None:
     assert script.run(FAILING) == (0, "", "")
 
 
-def test_trouble_is_told_to_whoever_listens_once(script: Script) -> None:
+def test_problems_are_logged_once(script: Script) -> None:
     status, out, err = script.run('import logging; logging.basicConfig(format="%(name)s: %(message)s")' + FAILING)
     assert (status, out) == (0, "")
     assert err.splitlines() == [
@@ -569,7 +569,7 @@ print([wait_for(child) for child in children])
     assert len(frames.event_files(script.run_directory)) == 1
 
 
-def test_a_child_forked_in_the_middle_of_an_armed_step_trains_on_unwatched(script: Script) -> None:
+def test_a_child_forked_in_the_middle_of_a_logged_step_trains_on_unwatched(script: Script) -> None:
     status, out, err = script.run("""
 model, optimizer = make()
 w = tbhooks.watch(model, tbhooks.JsonlSink("run/f.jsonl"), every=1)

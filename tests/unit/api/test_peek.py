@@ -335,7 +335,7 @@ def test_buffers_are_copied_once_and_parameters_not_at_all() -> None:
     )
 
 
-def test_parameters_the_forward_itself_changes_are_told() -> None:
+def test_parameters_the_forward_itself_changes_are_reported() -> None:
     class Writes(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -616,7 +616,7 @@ os._exit(0)  # gloo's threads may wait for the interpreter, which waits for them
 """
 
 
-def test_ddp_is_not_told_and_trains_on() -> None:
+def test_ddp_is_not_affected_and_trains_on() -> None:
     command = [sys.executable, "-c", WITH_DDP]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
     assert done.stdout == "True\n", done.stderr
@@ -697,9 +697,9 @@ def test_what_one_pass_can_show_is_found_in_it() -> None:
     saturated = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
     saturated[0].weight.data *= 100
     assert rules_of(peek(saturated, x, loss=square))["saturated"] == "1"
-    sick = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    sick[1].weight.data[0, 0] = float("nan")
-    assert rules_of(peek(sick, x))["non_finite"] == "1"
+    broken = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    broken[1].weight.data[0, 0] = float("nan")
+    assert rules_of(peek(broken, x))["non_finite"] == "1"
     assert "exploding_activation" in rules_of(peek(_blown_up(), x, loss=square))
     assert rules_of(peek(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)), x, loss=square)) == {}
 
@@ -754,7 +754,7 @@ def test_what_does_not_fit_is_left_out_and_named(monkeypatch: pytest.MonkeyPatch
     assert frame.notes == ("not kept, because keep= is limited to 3 MB: 1 (2.0 MB)",)
 
 
-def test_a_pattern_that_only_fits_what_is_never_called_is_told() -> None:
+def test_a_pattern_that_only_fits_what_is_never_called_is_reported() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     model.spare = nn.ModuleList()
     model.forward = model[0].forward  # type: ignore[method-assign]

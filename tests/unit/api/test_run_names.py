@@ -51,7 +51,7 @@ def test_a_wrong_argument_makes_no_run(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_the_environment_is_told_once_if_asked_and_holds_nothing_private(tmp_path: Path) -> None:
+def test_the_environment_is_logged_once_if_asked_and_holds_nothing_private(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1, dtype=torch.float64))
     model[0].requires_grad_(requires_grad=False)
     tbhooks.watch(model, str(tmp_path), every=7, kinds=["weight", "gradient"]).environment().close()

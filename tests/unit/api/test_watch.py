@@ -97,7 +97,7 @@ def test_a_later_chdir_sends_nothing_elsewhere(tmp_path: Path, monkeypatch: pyte
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
-def test_two_watches_on_one_writer_are_told_that_they_mix(tmp_path: Path) -> None:
+def test_two_watches_on_one_writer_are_warned_that_they_mix(tmp_path: Path) -> None:
     model, other = mlp(), mlp()
     with SummaryWriter(str(tmp_path)) as writer, tbhooks.watch(model, writer), tbhooks.watch(other, writer) as second:
         assert any("another open watch" in message for message in second.stats.messages)
@@ -291,7 +291,7 @@ def test_a_list_of_sinks_each_gets_every_frame(tmp_path: Path) -> None:
     assert len(list((tmp_path / "tb").glob("events*"))) == 1
 
 
-def test_other_ranks_open_no_file_and_put_on_no_hook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_ranks_open_no_file_and_register_no_hook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     model = mlp()
@@ -320,19 +320,19 @@ def test_the_self_report_says_what_it_cost_and_counts() -> None:
 # -- copies -----------------------------------------------------------------------------------------
 
 
-def test_a_copy_of_an_armed_model_does_not_log() -> None:
+def test_a_copy_of_a_watched_model_does_not_log() -> None:
     model = mlp()
     with tbhooks.watch(model, every=1) as watching:
         train(model, 1)
         ema, average = copy.deepcopy(model), torch.optim.swa_utils.AveragedModel(model)
         forward(model).backward()
-        for twin in (ema, average):
-            forward(twin, batch=1000).backward()
+        for copied in (ema, average):
+            forward(copied, batch=1000).backward()
         sgd(model).step()
     assert watching.latest["0", "activation"].count == 16 * 8
 
 
-def test_an_armed_model_pickles_and_saves(tmp_path: Path) -> None:
+def test_a_watched_model_pickles_and_saves(tmp_path: Path) -> None:
     model = mlp()
     x = torch.randn(2, 4)
     with tbhooks.watch(model, every=1):
@@ -386,7 +386,7 @@ AGAIN: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 @pytest.mark.parametrize("begin", [lambda model: tbhooks.watch(model, every=1), everything], ids=["plain", "all"])
 @pytest.mark.parametrize("again", AGAIN)
-def test_a_copy_of_an_armed_model_holds_no_hook_of_the_watch(
+def test_a_copy_of_a_watched_model_holds_no_hook_of_the_watch(
     again: str, begin: Callable[[nn.Module], tbhooks.Watch]
 ) -> None:
     model = mlp()
@@ -490,7 +490,7 @@ def test_every_is_a_whole_number_of_at_least_one(every: Any) -> None:
         ({"histograms": "yes"}, "histograms"),
     ],
 )
-def test_a_wrong_argument_is_told_at_once_with_what_is_allowed(arguments: dict[str, Any], message: str) -> None:
+def test_a_wrong_argument_is_refused_at_once_with_what_is_allowed(arguments: dict[str, Any], message: str) -> None:
     model = arguments.pop("model", None) or mlp()
     with pytest.raises(tbhooks.ArgumentError, match=message):
         tbhooks.watch(model, **arguments)

@@ -177,7 +177,7 @@ def test_a_checkpointed_block_gives_the_numbers_of_an_unchecked_one(use_reentran
         assert (plain[site.name, site.kind].row == checked[site.name, site.kind].row).all()
 
 
-def test_a_failing_hook_never_reaches_training_and_is_told_once(
+def test_a_failing_hook_never_reaches_training_and_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*_: Any) -> None:
@@ -648,7 +648,7 @@ def test_hooks_that_came_with_a_loaded_model_stay() -> None:
     assert dict(model[0]._forward_hooks) == theirs
 
 
-def test_batched_gradients_are_told_of_and_no_error() -> None:
+def test_batched_gradients_are_reported_of_and_no_error() -> None:
     model = nn.Sequential(nn.Linear(4, 3))
     with tbhooks.watch(model, every=1) as watching:
         output = model(torch.randn(2, 4))

@@ -85,13 +85,13 @@ def test_the_command_measures_a_model_of_the_current_directory(tmp_path: Path) -
         assert expected in done.stdout
     assert "about" in done.stderr
     assert "\r" not in done.stderr  # a progress line is for terminals
-    told = json.loads((tmp_path / "o.json").read_text())
-    assert told["every"] == 7
-    assert told["threads"] == 1
-    assert set(told["timings"]) == {"bare", "watched, not logged", "logged, scalars", "logged, histograms"}
-    assert told["timings"]["bare"]["ratio"] == 1.0
+    report = json.loads((tmp_path / "o.json").read_text())
+    assert report["every"] == 7
+    assert report["threads"] == 1
+    assert set(report["timings"]) == {"bare", "watched, not logged", "logged, scalars", "logged, histograms"}
+    assert report["timings"]["bare"]["ratio"] == 1.0
     # Activation, gradient of (root); weight, weight gradient and update of weight and bias.
-    assert told["sites"] == 8
+    assert report["sites"] == 8
 
 
 @slow("four processes", covered_by="test_a_factory_that_cannot_be_used_gets_a_sentence")
@@ -194,7 +194,7 @@ class Uncopyable(nn.Linear):
         raise RuntimeError("no copies")
 
 
-def test_a_model_that_cannot_be_copied_is_told() -> None:
+def test_a_model_that_cannot_be_copied_is_reported() -> None:
     with pytest.raises(tbhooks.ArgumentError, match=r"cannot be copied.*no copies"):
         bench.make_workload((Uncopyable(8, 2), INPUTS), CPU)
 
@@ -300,11 +300,11 @@ def test_ratios_compare_turns_of_one_round_and_orders_change(tmp_path: Path) -> 
     timing.run_rounds([a, b], 4, 1, Clock(1.0, 2.0, 20.0, 10.0, 1.0, 2.0, 2.2, 1.0), lambda done, of: None)
     assert list(a.seconds.values()) == [1.0, 10.0, 1.0, 1.0]
     assert list(b.seconds.values()) == [2.0, 20.0, 2.0, 2.2]
-    told = timing.compared(b, a)
-    assert told.ratio == 2.0
-    assert told.ratio_of_minima == 2.0
-    assert told.lower == 2.0
-    assert told.upper == pytest.approx(2.05)
+    report = timing.compared(b, a)
+    assert report.ratio == 2.0
+    assert report.ratio_of_minima == 2.0
+    assert report.lower == 2.0
+    assert report.upper == pytest.approx(2.05)
     assert timing.compared(a, a).ratio == 1.0
 
 
@@ -402,12 +402,12 @@ def test_wrong_numbers_are_refused(wrong: dict[str, Any]) -> None:
 
 def test_a_measurement_has_every_number_and_leaves_nothing_behind() -> None:
     before = [dict(hooks) for hooks in timing._HOOKS]
-    told: list[str] = []
+    report: list[str] = []
     model = small()
     weights = [parameter.clone() for parameter in model.parameters()]
-    measured = bench.measure(bench.make_workload((model, INPUTS), CPU), every=50, steps=10, log=told.append)
-    assert len(told) == 1
-    assert "rounds" in told[0]
+    measured = bench.measure(bench.make_workload((model, INPUTS), CPU), every=50, steps=10, log=report.append)
+    assert len(report) == 1
+    assert "rounds" in report[0]
     assert not tbhooks.api.lifecycle.open_watches
     assert [dict(hooks) for hooks in timing._HOOKS] == before
     assert all(torch.equal(old, new) for old, new in zip(weights, model.parameters(), strict=True))
@@ -419,7 +419,7 @@ def test_a_measurement_has_every_number_and_leaves_nothing_behind() -> None:
     json.dumps(measured.to_dict())
 
 
-def test_a_model_that_fails_later_is_told_in_a_sentence() -> None:
+def test_a_model_that_fails_later_is_reported_in_a_sentence() -> None:
     calls = iter(range(100))
 
     def loss(model: nn.Module) -> Tensor:
@@ -486,11 +486,11 @@ def test_what_was_counted_on_a_device_is_said() -> None:
     on_device = dataclasses.replace(
         result((1.0, 0.99, 1.01), (1.1, 1.09, 1.11)), copies=1, waits="passed", kernel="Triton", device="cuda:0"
     )
-    told = bench.text(on_device)
-    assert "device-to-host copies per logged step: 1\n" in told
-    assert "without any synchronization with the device: passed" in told
-    assert "Triton kernel" in told
-    assert "thread" not in told
+    report = bench.text(on_device)
+    assert "device-to-host copies per logged step: 1\n" in report
+    assert "without any synchronization with the device: passed" in report
+    assert "Triton kernel" in report
+    assert "thread" not in report
 
 
 # --- What is counted ----------------------------------------------------------------------------------
@@ -509,7 +509,7 @@ def test_the_peak_is_what_was_held_at_once() -> None:
     assert cuda_counters.peak_bytes(at_once, CPU) == 6000
 
 
-def test_copies_are_told_by_their_names() -> None:
+def test_copies_are_reported_by_their_names() -> None:
     names = ["Memcpy DtoH (Device -> Pinned)", "Memcpy HtoD (Pinned -> Device)", "Memset (Device)", "Memcpy DtoD"]
     assert cuda_counters.copies_among(names + names[:1]) == 2
 
@@ -561,7 +561,7 @@ def test_a_logged_step_does_not_wait_for_the_simulated_device(
     assert runner.waits(*on_simulated_device, no_waiting) == "passed"
 
 
-def test_who_waits_is_told(on_simulated_device: tuple[timing.Variant, timing.Variant]) -> None:
+def test_who_waits_is_reported(on_simulated_device: tuple[timing.Variant, timing.Variant]) -> None:
     bare, logged = on_simulated_device
     plain = bare.loss
 

@@ -57,7 +57,7 @@ def finding(severity: Any = "error", step: int = 1, name: str = "b", rule: str =
 
 
 @pytest.fixture
-def sick(tmp_path: Path) -> Path:
+def flagged(tmp_path: Path) -> Path:
     given = [
         training_frame(0),
         training_frame(
@@ -65,14 +65,14 @@ def sick(tmp_path: Path) -> Path:
         ),
         training_frame(2, findings=[finding("error", 2)]),
     ]
-    return write_run(tmp_path / "sick", *given)
+    return write_run(tmp_path / "flagged", *given)
 
 
 # --- report -------------------------------------------------------------------------------------------
 
 
-def test_the_report_shows_scalars_layers_in_order_findings_by_severity_and_where_to_look(sick: Path) -> None:
-    done = said("report", sick)
+def test_the_report_shows_scalars_layers_in_order_findings_by_severity_and_where_to_look(flagged: Path) -> None:
+    done = said("report", flagged)
     assert done.returncode == 0, done.stderr
     assert without_torch_log(done.stderr) == ""
     lines = done.stdout.splitlines()
@@ -81,26 +81,26 @@ def test_the_report_shows_scalars_layers_in_order_findings_by_severity_and_where
     order = ["scalar", "train/loss", "train.lr/0", "module", "b", "a", "c", "*", "parameter", "a.weight", "findings"]
     places = [first.index(word) for word in order]
     assert places == sorted(places)
-    told = [line.split(",")[0].strip() for line in lines if re.match(r"  (error|warning|info), ", line)]
-    assert told == ["error", "warning", "info"]
-    assert f"tensorboard --logdir {sick}" in done.stdout
-    assert f"tbhooks report {sick} --html" in done.stdout
+    printed = [line.split(",")[0].strip() for line in lines if re.match(r"  (error|warning|info), ", line)]
+    assert printed == ["error", "warning", "info"]
+    assert f"tensorboard --logdir {flagged}" in done.stdout
+    assert f"tbhooks report {flagged} --html" in done.stdout
 
 
-def test_the_last_value_and_its_trend_are_those_of_the_frames(sick: Path) -> None:
-    read = runs.read(sick)
+def test_the_last_value_and_its_trend_are_those_of_the_frames(flagged: Path) -> None:
+    read = runs.read(flagged)
     std = read.frames[-1]["b", "activation"].std
-    (line,) = [line for line in said("report", sick).stdout.splitlines() if line.startswith("b *")]
+    (line,) = [line for line in said("report", flagged).stdout.splitlines() if line.startswith("b *")]
     assert f"{std:.3g}" in line.split()
     grid = report_data.run_grids(read)[0]
     assert (grid.kind, grid.stat, grid.names) == ("activation", "std", ("b", "a", "c"))
     assert grid.values[0, -1] == pytest.approx(std)
 
 
-def test_gradients_stand_in_the_order_of_the_forward_pass(sick: Path) -> None:
-    (grid,) = [grid for grid in report_data.run_grids(runs.read(sick)) if grid.kind == "gradient"]
+def test_gradients_stand_in_the_order_of_the_forward_pass(flagged: Path) -> None:
+    (grid,) = [grid for grid in report_data.run_grids(runs.read(flagged)) if grid.kind == "gradient"]
     assert grid.names == ("b", "a", "c")
-    frame = runs.read(sick).frames[1]
+    frame = runs.read(flagged).frames[1]
     assert grid.values[:, 1].tolist() == pytest.approx([frame[name, "gradient"].norm for name in "bac"])
 
 
@@ -174,7 +174,7 @@ def test_long_tables_show_their_ends_and_rows_with_findings_unless_all_is_asked_
     assert {f"m{i:03}" for i in range(200)} <= everything
 
 
-def test_nan_is_told_in_words_and_in_the_trend(tmp_path: Path) -> None:
+def test_nan_is_written_in_words_and_in_the_trend(tmp_path: Path) -> None:
     given = [make_frame(0, {Site("x", "activation"): [1.0, 2.0]}), make_frame(1, {Site("x", "activation"): [math.nan]})]
     shown = said("report", write_run(tmp_path, *given)).stdout
     assert "(1 NaN/Inf)" in shown
@@ -213,20 +213,20 @@ def test_a_run_of_scalars_alone_is_reported(tmp_path: Path) -> None:
     assert "no tbhooks data found" in done.stdout
 
 
-def test_problems_of_the_files_are_in_the_report(sick: Path) -> None:
-    (file,) = sick.iterdir()
+def test_problems_of_the_files_are_in_the_report(flagged: Path) -> None:
+    (file,) = flagged.iterdir()
     file.write_bytes(file.read_bytes()[:-5])
-    done = said("report", sick)
+    done = said("report", flagged)
     assert done.returncode == 0
     assert "the last step may be missing" in " ".join(done.stdout.split())
     assert "2 logged steps, 0 to 1" in done.stdout
 
 
-def test_output_that_cannot_show_bars_and_readers_that_go_away_are_no_errors(sick: Path) -> None:
-    done = run("report", sick, PYTHONIOENCODING="ascii")
+def test_output_that_cannot_show_bars_and_readers_that_go_away_are_no_errors(flagged: Path) -> None:
+    done = run("report", flagged, PYTHONIOENCODING="ascii")
     assert done.returncode == 0
     assert "?" in done.stdout
-    command = f"{sys.executable} -m tbhooks report {sick} --json | head -c 10"
+    command = f"{sys.executable} -m tbhooks report {flagged} --json | head -c 10"
     piped = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120, check=False)
     assert without_torch_log(piped.stderr) == ""
 
@@ -252,21 +252,21 @@ def on_terminal(*arguments: str | Path, **environment: str) -> str:
     return shown.decode()
 
 
-def test_a_terminal_gets_colours_the_same_words_and_none_with_no_color(sick: Path) -> None:
+def test_a_terminal_gets_colours_the_same_words_and_none_with_no_color(flagged: Path) -> None:
     pytest.importorskip("rich")
-    coloured = on_terminal("report", sick, COLUMNS="110")
+    coloured = on_terminal("report", flagged, COLUMNS="110")
     assert "\x1b[1;31m" in coloured or "\x1b[1m\x1b[31m" in coloured
-    plain = on_terminal("report", sick, COLUMNS="110", NO_COLOR="1")
+    plain = on_terminal("report", flagged, COLUMNS="110", NO_COLOR="1")
     assert not re.search(r"\x1b\[[0-9;]*3[0-9]", plain)
     words = set(re.sub(r"\x1b\[[0-9;]*[mK]|\r", "", coloured).split())
-    piped = set(said("report", sick, COLUMNS="110").stdout.split())
+    piped = set(said("report", flagged, COLUMNS="110").stdout.split())
     assert piped <= words
 
 
-def test_without_rich_a_terminal_gets_plain_text(sick: Path, tmp_path: Path) -> None:
+def test_without_rich_a_terminal_gets_plain_text(flagged: Path, tmp_path: Path) -> None:
     (tmp_path / "rich").mkdir()
     (tmp_path / "rich" / "__init__.py").write_text("raise ImportError('not installed')")
-    shown = on_terminal("report", sick, PYTHONPATH=str(tmp_path))
+    shown = on_terminal("report", flagged, PYTHONPATH=str(tmp_path))
     assert "\x1b[1m" not in shown
     assert "findings (3)" in shown
 
@@ -278,22 +278,22 @@ def test_the_document_has_its_keys_and_no_nan(tmp_path: Path) -> None:
     given = [training_frame(0), training_frame(1, loss=math.nan, findings=[finding()])]
     given.append(make_frame(2, {Site("x", "activation", "[0]"): [math.nan]}))
     done = said("report", write_run(tmp_path, *given), "--json")
-    told = json.loads(done.stdout, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
-    assert set(told) == {
+    printed = json.loads(done.stdout, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+    assert set(printed) == {
         "version", "run", "steps", "evaluations", "scalars", "sites", "findings", "problems", "flights",
     }  # fmt: skip
-    assert told["steps"] == {"first": 0, "last": 2, "logged": 3}
-    assert told["scalars"]["train/loss"] == {
+    assert printed["steps"] == {"first": 0, "last": 2, "logged": 3}
+    assert printed["scalars"]["train/loss"] == {
         "count": 2, "first": 1.0, "last": "nan", "min": 1.0, "max": 1.0, "last_step": 1,
     }  # fmt: skip
-    by_site = {(site["path"], site["kind"]): site for site in told["sites"]}
+    by_site = {(site["path"], site["kind"]): site for site in printed["sites"]}
     assert by_site["x", "activation"]["index"] == "[0]"
     assert by_site["x", "activation"]["stats"]["nan_count"] == 1
     assert by_site["b", "activation"]["last_step"] == 1
     expected = runs.read(tmp_path).frames[1]["a.weight", "update"].ratio
     assert by_site["a.weight", "update"]["stats"]["ratio"] == pytest.approx(expected)
     assert "ratio" not in by_site["b", "activation"]["stats"]
-    assert told["findings"] == [finding().to_dict()]
+    assert printed["findings"] == [finding().to_dict()]
 
 
 # --- Two runs -----------------------------------------------------------------------------------------
@@ -359,13 +359,13 @@ def test_two_directories_and_compare_say_the_same(tmp_path: Path) -> None:
     by_place, by_option = said("report", one, two), said("report", one, "--compare", two)
     assert by_place.stdout == by_option.stdout
     assert "first difference at step 20:" in by_place.stdout
-    told = json.loads(said("report", one, two, "--json").stdout)
-    assert told["parted"] == 20
-    assert [difference["what"] for difference in told["differences"][:2]] == ["train/loss", "activation.std/b"]
+    printed = json.loads(said("report", one, two, "--json").stdout)
+    assert printed["parted"] == 20
+    assert [difference["what"] for difference in printed["differences"][:2]] == ["train/loss", "activation.std/b"]
 
 
-def test_more_runs_than_are_shown_are_refused(sick: Path, tmp_path: Path) -> None:
-    for arguments in ([sick, sick, "--html", tmp_path / "p.html"], [sick, sick, "--compare", sick]):
+def test_more_runs_than_are_shown_are_refused(flagged: Path, tmp_path: Path) -> None:
+    for arguments in ([flagged, flagged, "--html", tmp_path / "p.html"], [flagged, flagged, "--compare", flagged]):
         done = said("report", *arguments)
         assert (done.returncode, done.stdout) == (2, "")
         assert "run" in done.stderr
@@ -394,8 +394,8 @@ def test_the_exit_code_is_one_from_the_severity_asked_for(
         assert lines[0] == f"{worst}: step 1: non_finite activation/b: non_finite in b since 1"
 
 
-def test_exit_codes_as_the_shell_sees_them(sick: Path, tmp_path: Path) -> None:
-    found = run("check", sick)
+def test_exit_codes_as_the_shell_sees_them(flagged: Path, tmp_path: Path) -> None:
+    found = run("check", flagged)
     assert (found.returncode, without_torch_log(found.stderr)) == (1, "")
     assert [line.split(":")[0] for line in found.stdout.splitlines()] == ["error", "warning", "info"]
     assert run("check", write_run(tmp_path / "fine", training_frame(0))).returncode == 0
@@ -409,7 +409,7 @@ def test_exit_codes_as_the_shell_sees_them(sick: Path, tmp_path: Path) -> None:
     done = run("check", tmp_path / "junk")
     assert (done.returncode, done.stdout) == (2, "")
     assert "not an event file" in done.stderr
-    assert run("check", sick, "--fail-on", "fatal").returncode == 2
+    assert run("check", flagged, "--fail-on", "fatal").returncode == 2
 
 
 def scalars_of_a_trainer(directory: Path) -> Path:
@@ -421,11 +421,11 @@ def scalars_of_a_trainer(directory: Path) -> Path:
 
 def test_check_looks_below_the_directory_and_names_the_run(tmp_path: Path) -> None:
     scalars_of_a_trainer(tmp_path)
-    sick = write_run(tmp_path / "tbhooks", training_frame(1, findings=[finding("error")]))
+    flagged = write_run(tmp_path / "tbhooks", training_frame(1, findings=[finding("error")]))
     found = said("check", tmp_path)
     assert (found.returncode, found.stderr) == (1, "")
-    assert found.stdout == f"{sick}: error: step 1: non_finite activation/b: non_finite in b since 1\n"
-    assert said("check", sick).stdout == "error: step 1: non_finite activation/b: non_finite in b since 1\n"
+    assert found.stdout == f"{flagged}: error: step 1: non_finite activation/b: non_finite in b since 1\n"
+    assert said("check", flagged).stdout == "error: step 1: non_finite activation/b: non_finite in b since 1\n"
 
 
 def test_check_reads_every_run_below(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def test_a_script_finds_itself_where_python_would_put_it(place: Path, words: tup
     assert err.strip() == NOTHING
 
 
-def test_the_search_path_is_left_alone_if_python_is_told_to(place: Path) -> None:
+def test_the_search_path_is_left_alone_if_python_is_reported_to(place: Path) -> None:
     compare(place, "sub/probe.py", PYTHONSAFEPATH="1")
 
 

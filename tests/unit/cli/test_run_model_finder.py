@@ -125,7 +125,7 @@ def test_two_models_of_two_optimizers_are_two_runs(begin: Begin, tmp_path: Path)
     assert paths(runs.read(directory / "Sequential")) == ["0", "1", "2", "(root)"]
 
 
-def test_two_models_of_one_optimizer_are_two_runs_with_equal_classes_told_apart(begin: Begin, tmp_path: Path) -> None:
+def test_two_models_of_one_optimizer_are_two_runs_and_equal_classes_are_numbered(begin: Begin, tmp_path: Path) -> None:
     session = begin()
     encoder, decoder = nn.Linear(4, 4), nn.Linear(4, 1)
     train(lambda x: decoder(encoder(x)), sgd(encoder, decoder))
@@ -788,14 +788,14 @@ def test_why_there_is_nothing_is_said(begin: Begin, tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_script_that_trains_with_keras_is_told_so(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_script_that_trains_with_keras_gets_a_message(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "keras", ModuleType("keras"))
     said = begin().close()
     assert said is not None
     assert said.startswith("nothing was logged: the script trains with Keras")
 
 
-def test_the_end_of_the_run_tells_as_many_findings_as_the_report_and_each_once(begin: Begin, tmp_path: Path) -> None:
+def test_the_end_of_the_run_reports_as_many_findings_as_the_report_and_each_once(begin: Begin, tmp_path: Path) -> None:
     def gets_worse(history: tbhooks.History) -> list[tbhooks.Finding]:
         frame = history[-1]
         more = {"excess": 10.0**frame.step, "others": 2}
@@ -810,11 +810,11 @@ def test_the_end_of_the_run_tells_as_many_findings_as_the_report_and_each_once(b
     session._options.watch["rules"] = [gets_worse]
     model = net()
     train(model, sgd(model), steps=9)
-    told = session.close()
+    printed = session.close()
     found = only_run(tmp_path).findings
     assert [(f.rule, f.severity, f.step) for f in found] == [("grows", "error", 6), ("wanders", "warning", 0)]
-    assert "9 of 9 steps logged, 2 findings\n" in told
-    assert [line.split(": ")[0].strip() for line in told.splitlines()[1:3]] == ["error", "warning"]
+    assert "9 of 9 steps logged, 2 findings\n" in printed
+    assert [line.split(": ")[0].strip() for line in printed.splitlines()[1:3]] == ["error", "warning"]
     assert list(session.watched[0][0].findings) == found
     document = report_data.document(only_run(tmp_path))
     assert len(document["findings"]) == 2
@@ -828,7 +828,7 @@ def test_why_nothing_could_be_written_is_said(begin: Begin, tmp_path: Path) -> N
     assert session.close().startswith("nothing was logged: Destination: NotADirectoryError")
 
 
-def test_a_model_that_takes_no_hooks_is_told(begin: Begin) -> None:
+def test_a_model_that_takes_no_hooks_is_reported(begin: Begin) -> None:
     class Scripted(nn.Linear):
         def register_forward_pre_hook(self, *_: object, **__: object) -> NoReturn:
             raise RuntimeError("register_forward_pre_hook is not supported")
@@ -839,7 +839,7 @@ def test_a_model_that_takes_no_hooks_is_told(begin: Begin) -> None:
     assert session.close() == "nothing was logged: register_forward_pre_hook is not supported"
 
 
-def test_names_that_are_not_in_the_model_are_told_and_training_goes_on(
+def test_names_that_are_not_in_the_model_are_reported_and_training_goes_on(
     begin: Begin, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     session = begin("--include", "encoder.*")
@@ -851,7 +851,7 @@ def test_names_that_are_not_in_the_model_are_told_and_training_goes_on(
 
 
 @pytest.mark.parametrize("way", ["forward", "closure", "second step"])
-def test_an_error_of_ours_is_told_and_training_does_not_see_it(
+def test_an_error_of_ours_is_reported_and_training_does_not_see_it(
     begin: Begin, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     def fails(*_: object) -> None:

@@ -138,7 +138,7 @@ def by_torchrun(directory: Path, *words: str) -> subprocess.CompletedProcess[str
 SPREAD = str(SCRIPTS / "distributed_loop.py")
 
 
-@slow("torchrun takes seconds", covered_by="test_sharded_parameters_are_merged_where_asked_for_and_told_of_where_not")
+@slow("torchrun takes seconds", covered_by="test_sharded_parameters_are_merged_where_asked_for_and_reported_where_not")
 def test_torchrun_starts_it_on_every_rank_and_the_first_writes(tmp_path: Path) -> None:
     ran = by_torchrun(tmp_path / "run", "-m", "tbhooks", "run", "--every", "5", SPREAD)
     assert ran.returncode == 0, ran.stderr[-3000:]
@@ -150,7 +150,7 @@ def test_torchrun_starts_it_on_every_rank_and_the_first_writes(tmp_path: Path) -
     assert sorted(re.findall(r"rank \d", ran.stdout)) == ["rank 0", "rank 1"]
 
 
-@slow("torchrun, twice", covered_by="test_sharded_parameters_are_merged_where_asked_for_and_told_of_where_not")
+@slow("torchrun, twice", covered_by="test_sharded_parameters_are_merged_where_asked_for_and_reported_where_not")
 def test_every_rank_trains_to_the_same_bit_under_torchrun(tmp_path: Path) -> None:
     bare = by_torchrun(tmp_path / "bare", SPREAD)
     watched = by_torchrun(tmp_path / "watched", "-m", "tbhooks", "run", "--every", "1", SPREAD)
@@ -169,7 +169,7 @@ SHARDED = str(SCRIPTS / "fsdp_loop.py")
         pytest.param(True, id="merge"),
     ],
 )
-def test_sharded_parameters_are_merged_where_asked_for_and_told_of_where_not(tmp_path: Path, merged: bool) -> None:
+def test_sharded_parameters_are_merged_where_asked_for_and_reported_where_not(tmp_path: Path, merged: bool) -> None:
     options = ("--ranks", "merge") if merged else ()
     ran = by_torchrun(tmp_path / "run", "-m", "tbhooks", "run", "--every", "5", *options, SHARDED)
     assert ran.returncode == 0, ran.stderr[-3000:]

@@ -60,10 +60,10 @@ def test_two_processes_pass_on_a_cpu() -> None:
 
 
 def test_progress_names_the_check_and_what_it_does() -> None:
-    told: list[str] = []
-    selftest.run(CPU, quick=True, log=told.append, only=["numbers"])
-    assert told[0] == "1 of 1, numbers"
-    assert any("torch.bfloat16" in line for line in told)
+    lines: list[str] = []
+    selftest.run(CPU, quick=True, log=lines.append, only=["numbers"])
+    assert lines[0] == "1 of 1, numbers"
+    assert any("torch.bfloat16" in line for line in lines)
 
 
 def test_the_line_to_paste_has_the_counts_and_the_machine(report: selftest.Report) -> None:

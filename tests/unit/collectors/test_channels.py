@@ -179,7 +179,7 @@ def test_heads_of_attention_are_seen_in_the_weights_it_returns() -> None:
     check(found["weight"], {("attention.in_proj_weight", f"[head {i}]"): parts[:, i].ravel() for i in range(2)})
 
 
-def test_heads_that_nobody_returns_are_told() -> None:
+def test_heads_that_nobody_returns_are_reported() -> None:
     w, (found,) = train(Attention(), [[torch.randn(3, 5, 8)]], lambda w: w.per_channel("attention"))
     assert "activation" not in found
     assert "average_attn_weights=False" in w.stats.unseen["per_channel/attention"]
@@ -219,7 +219,7 @@ def test_heads_of_transformers_are_what_their_projection_is_given() -> None:
         assert [row[0] for row in ours] == [6 * 4] * 2, path
 
 
-def test_integers_and_sparse_outputs_are_left_out_and_told() -> None:
+def test_integers_and_sparse_outputs_are_left_out_and_reported() -> None:
     class Odd(nn.Linear):
         def forward(self, x: Tensor) -> Any:
             h = super().forward(x)
@@ -235,7 +235,7 @@ def test_integers_and_sparse_outputs_are_left_out_and_told() -> None:
     assert {"per_channel/0[1][ids]", "per_channel/0[1][sparse]"} <= set(w.stats.unseen)
 
 
-def test_of_very_many_channels_the_first_are_taken_and_that_is_told() -> None:
+def test_of_very_many_channels_the_first_are_taken_and_that_is_reported() -> None:
     w, (found,) = train(nn.Sequential(nn.Linear(4, 600)), [[torch.randn(2, 4)]], lambda w: w.per_channel("0"))
     assert len(found["activation"].names) == len(found["weight"].names) == 512
     assert "512 of 600" in w.stats.unseen["per_channel/0"]
@@ -341,7 +341,7 @@ def test_ordinary_histograms_are_written_on_request(tmp_path: Path) -> None:
     assert sorted(tags["with"]) == sorted(tags["without"] + more)
 
 
-def test_heads_that_did_not_run_are_not_told_to_be_unseen() -> None:
+def test_heads_that_did_not_run_are_not_listed_as_unseen() -> None:
     class Attends(nn.Module):
         def __init__(self) -> None:
             super().__init__()

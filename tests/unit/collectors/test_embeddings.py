@@ -123,7 +123,7 @@ def test_large_thumbnails_are_made_small() -> None:
     assert found["encoder"].thumbnails.shape == (2, 25, 18, 3)
 
 
-def test_labels_that_do_not_fit_the_batch_are_told_and_not_shown() -> None:
+def test_labels_that_do_not_fit_the_batch_are_reported_and_not_shown() -> None:
     w, (found,) = train(Net(), [(torch.randn(5, 4),)], lambda w: w.embeddings("encoder", labels=["a", "b"]))
     assert found["encoder"].labels == ()
     assert any("got 2 labels for a batch of 5 samples" in message for message in w.stats.messages)
@@ -199,7 +199,7 @@ def test_every_point_is_as_likely_to_stay() -> None:
     assert abs(stayed - 40).max() < 6 * np.sqrt(40 * 0.9)
 
 
-def test_points_that_are_not_finite_are_left_out_and_told() -> None:
+def test_points_that_are_not_finite_are_left_out_and_reported() -> None:
     batch = torch.randn(5, 4)
     batch[2, 0] = torch.nan
     w, (found,) = train(Net(), [(batch,)], lambda w: w.embeddings("encoder", labels=list("abcde")), rules=())
@@ -215,7 +215,7 @@ def test_a_wide_layer_keeps_fewer_points() -> None:
     assert len(found.points) == 32
 
 
-def test_outputs_that_are_no_points_are_told() -> None:
+def test_outputs_that_are_no_points_are_reported() -> None:
     w, (found,) = train(Net(lambda h: h.long()), [(torch.randn(5, 4),)], lambda w: w.embeddings("encoder"))
     assert not found
     assert "int64" in w.stats.unseen["embeddings/encoder"]
@@ -304,7 +304,7 @@ def test_several_collectors_of_one_layer_all_get_it() -> None:
     assert kinds == ["Picture", "Channels", "Channels", "Embedding", "Picture"]
 
 
-def test_a_run_that_is_elsewhere_than_in_a_directory_is_told_to_get_none() -> None:
+def test_a_run_that_is_elsewhere_than_in_a_directory_gets_none_and_a_message() -> None:
     class Remote(tbhooks.MemorySink):
         destination = "s3://bucket/run"
 

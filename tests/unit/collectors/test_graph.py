@@ -153,7 +153,7 @@ class Keywords(nn.Module):
         return {"hidden": hidden, "deep": [hidden * scale + extra["bias"]]}
 
 
-def test_inputs_by_name_and_outputs_in_containers_are_told_apart() -> None:
+def test_inputs_by_name_and_outputs_in_containers_are_distinguished() -> None:
     run = Run(Keywords())
     given = x()
     out = run.model(given, extra={"bias": x(4)})

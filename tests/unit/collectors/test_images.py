@@ -166,7 +166,7 @@ def test_every_is_a_number_of_logged_steps() -> None:
     assert [i for i, shown in enumerate(steps) if shown] == [0, 4, 8]
 
 
-def test_what_does_not_fit_is_left_out_and_told() -> None:
+def test_what_does_not_fit_is_left_out_and_reported() -> None:
     one = 6 * 8 * 8 * 4
     w, (shown,) = train(Net(), torch.randn(2, 3, 8, 8), lambda w: w.images("conv*", most_bytes=one + 700))
     assert list(shown) == ["images.activation/conv1", "images.weight/conv1.weight"]
@@ -194,7 +194,7 @@ UNSHOWN: dict[str, Callable[[Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("name", UNSHOWN)
-def test_outputs_that_are_no_pictures_are_left_out_and_told(name: str) -> None:
+def test_outputs_that_are_no_pictures_are_left_out_and_reported(name: str) -> None:
     w, (shown,) = train(Net(after=UNSHOWN[name]), torch.randn(2, 3, 8, 8), lambda w: w.images(["last", "conv1"]))
     assert list(shown) == ["images.activation/conv1", "images.weight/conv1.weight"]
     assert "images.activation/last" in w.stats.unseen

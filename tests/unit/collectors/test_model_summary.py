@@ -275,5 +275,5 @@ def test_long_tables_show_their_ends_and_text_all() -> None:
         (5e15, "5e+03 TB"),
     ],
 )
-def test_bytes_are_told_in_three_digits(count: float, words: str) -> None:
+def test_bytes_are_written_with_three_digits(count: float, words: str) -> None:
     assert model_table.in_bytes(count) == words

@@ -117,7 +117,7 @@ def test_a_watch_that_closes_before_writes_what_there_is(tmp_path: Path) -> None
     assert times(events_of(file), "aten::linear") == 3 * 2
 
 
-def test_a_profiler_that_runs_already_is_left_alone_and_that_is_told(tmp_path: Path) -> None:
+def test_a_profiler_that_runs_already_is_left_alone_and_that_is_reported(tmp_path: Path) -> None:
     model, optimizer = made()
     w = tbhooks.watch(model, str(tmp_path)).profile(steps=(1, 2))
     with profile() as theirs:

@@ -47,7 +47,7 @@ def test_evidence_of_a_rule_of_the_user_may_be_any_object() -> None:
 
 def test_an_issue_as_plain_values_has_its_steps_and_the_message_of_its_peak() -> None:
     (issue,) = issues([found(5, excess=1.0), found(6, excess=2.0)])
-    told = issue.to_dict()
-    assert (told["onset"], told["peak"], told["last"], told["count"]) == (5, 6, 6, 2)
-    assert told["message"] == "dead_units at 6"
-    assert told["site"] == ["relu", "activation", ""]
+    encoded = issue.to_dict()
+    assert (encoded["onset"], encoded["peak"], encoded["last"], encoded["count"]) == (5, 6, 6, 2)
+    assert encoded["message"] == "dead_units at 6"
+    assert encoded["site"] == ["relu", "activation", ""]

@@ -54,7 +54,7 @@ def test_only_the_last_frames_are_kept() -> None:
     assert [f.step for f in history] == list(range(15, 25))
 
 
-def test_a_history_is_bounded_unless_told_otherwise() -> None:
+def test_a_history_is_bounded_unless_reported_otherwise() -> None:
     assert len(filled(history_module.MOST_FRAMES + 5)) == history_module.MOST_FRAMES
 
 

@@ -305,7 +305,7 @@ def test_waiting_for_a_hung_sink_again_and_again_fills_no_queue(make: Callable[.
 # --- Failure ----------------------------------------------------------------------------------------
 
 
-def test_a_failing_sink_stops_no_other_and_is_told_once(
+def test_a_failing_sink_stops_no_other_and_is_logged_once(
     make: Callable[..., Worker], report: Report, caplog: Log
 ) -> None:
     before, failing, after = MemorySink(), FailingSink(), MemorySink()
@@ -338,7 +338,7 @@ def test_a_step_no_sink_could_write_is_counted_as_dropped(
     assert [record.levelname for record in caplog.records] == ["ERROR", "WARNING"]
 
 
-def test_each_kind_of_failure_is_told(make: Callable[..., Worker], report: Report) -> None:
+def test_each_kind_of_failure_is_reported(make: Callable[..., Worker], report: Report) -> None:
     sink = FailingSink()
     worker = make(sink, MemorySink())
     for problem in (OSError("disk"), ValueError("value"), OSError("disk, again")):
@@ -640,7 +640,7 @@ def test_what_is_never_dropped_is_taken_by_a_full_queue_and_not_counted(
     sink = GatedSink()
     worker = make(sink)
     fill(worker, sink)
-    worker.submit(ArtifactStep((Text("told", "once"),), step=77))
+    worker.submit(ArtifactStep((Text("note", "once"),), step=77))
     sink.gate.set()
     worker.close()
     assert steps(sink)[-1] == 77

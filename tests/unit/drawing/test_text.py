@@ -85,7 +85,7 @@ def test_a_trend_put_together_keeps_the_value_furthest_from_zero_and_every_mark(
     assert trend(values, wrong, 10) == "█████▁███!"
 
 
-def test_numbers_and_names_are_told_so_that_they_can_be_read() -> None:
+def test_numbers_and_names_are_written_so_that_they_can_be_read() -> None:
     assert number(0.1234) == "0.123"
     assert number(0.5, "zero_fraction") == "50%"
     assert number(math.nan, "zero_fraction", 3) == "nan (3 NaN/Inf)"

@@ -77,15 +77,15 @@ def failing(engine: Any) -> None:
 
 @pytest.mark.parametrize("heard", [False, True])
 def test_an_exception_closes_it_and_is_raised_only_where_ignite_would(heard: bool) -> None:
-    net, sink, told = make_net(), tbhooks.MemorySink(), []
+    net, sink, raised = make_net(), tbhooks.MemorySink(), []
     trainer = make_trainer(net)
     if heard:
-        trainer.add_event_handler(Events.EXCEPTION_RAISED, lambda _, problem: told.append(type(problem)))
+        trainer.add_event_handler(Events.EXCEPTION_RAISED, lambda _, problem: raised.append(type(problem)))
     watching = attach(trainer, net, sink, every=1)
     trainer.add_event_handler(Events.ITERATION_STARTED, failing)
     if heard:
         trainer.run(loader())
-        assert told == [Mine]
+        assert raised == [Mine]
     else:
         with pytest.raises(Mine):
             trainer.run(loader())

@@ -237,7 +237,7 @@ def test_of_two_ranks_the_first_writes(ranks: str, seen_by: int, tmp_path: Path)
     assert frames[0]["net.0", "activation"].count == seen_by * ACCUMULATED * BATCH * 24
 
 
-def test_a_wrong_option_is_told_at_once() -> None:
+def test_a_wrong_option_is_refused_at_once() -> None:
     with pytest.raises(tbhooks.ArgumentError, match="unknown option 'evry'"):
         WatchCallback(evry=10)
     with pytest.raises(tbhooks.ArgumentError, match="every must be an integer"):
@@ -250,7 +250,7 @@ def test_a_copy_of_the_callback_has_trainings_of_its_own(tmp_path: Path) -> None
     callback = WatchCallback(every=2, kinds=("weight",))
     sent = pickle.dumps(callback)
     fit(make_trainer(tmp_path, [callback]), make_module())
-    for twin in (copy.deepcopy(callback), pickle.loads(sent)):
-        assert twin.watch is None
-        fit(make_trainer(tmp_path, [twin]), make_module())
-        assert [frame.step for frame in twin.watch.history] == [0, 2, 4]
+    for copied in (copy.deepcopy(callback), pickle.loads(sent)):
+        assert copied.watch is None
+        fit(make_trainer(tmp_path, [copied]), make_module())
+        assert [frame.step for frame in copied.watch.history] == [0, 2, 4]

@@ -154,6 +154,6 @@ def test_a_resumed_training_goes_on_counting(plain: Any, tmp_path: Path) -> None
     assert_same_frames(sink.frames, [plain[0][3], plain[0][4]])
 
 
-def test_a_wrong_option_is_told_at_once() -> None:
+def test_a_wrong_option_is_refused_at_once() -> None:
     with pytest.raises(tbhooks.ArgumentError, match="unknown option 'kind': did you mean 'kinds'"):
         WatchCallback(kind="weight")

@@ -285,7 +285,7 @@ def test_unknown_and_doubled_parameters_are_refused(tab: Tab, route: str) -> Non
         assert (doubled.status, doubled.text) == (400, f"parameter {name!r} is given 2 times")
 
 
-def test_the_nearest_right_name_is_told(tab: Tab) -> None:
+def test_the_nearest_right_name_is_suggested(tab: Tab) -> None:
     assert tab.ask("sites", run="ones", kind="activation").text == "unknown run 'ones': did you mean 'one'?"
     assert "did you mean 'activation'" in tab.ask("sites", run="one", kind="activatoin").text
     assert "did you mean 'std'" in tab.ask("matrix", run="one", kind="activation", stat="sdt").text
@@ -343,9 +343,9 @@ def test_sites_are_in_the_order_they_were_written(tmp_path: Path) -> None:
         Site("", "activation"),
     ]
     write(tmp_path / "run", make_frame(data={site: [1.0] for site in sites}))
-    told = Tab(tmp_path).ask("sites", run="run", kind="activation").json
-    assert (told["run"], told["kind"]) == ("run", "activation")
-    assert [(site["path"], site["index"], site["name"]) for site in told["sites"]] == [
+    answer = Tab(tmp_path).ask("sites", run="run", kind="activation").json
+    assert (answer["run"], answer["kind"]) == ("run", "activation")
+    assert [(site["path"], site["index"], site["name"]) for site in answer["sites"]] == [
         ("z", "", "z"), ("a", "[1]", "a[1]"), ("a", "[0]", "a[0]"), ("", "", ""),
     ]  # fmt: skip
 
@@ -422,12 +422,12 @@ def test_the_overview_has_a_verdict_what_was_watched_and_the_scalars(tmp_path: P
     ]
     write(tmp_path / "run", *frames)
     tab = Tab(tmp_path)
-    told = tab.ask("overview", run="run").json
-    (cause,) = told["verdict"]["causes"]
-    assert (told["verdict"]["level"], cause["onset"], cause["issues"][0]["count"]) == ("error", 2, 2)
-    assert told["watched"] == [{"kind": "activation", "sites": 1}]
-    assert "gradients of activations" in told["unwatched"]
-    assert told["steps"] == {"count": 4, "first": 0, "last": 3}
+    answer = tab.ask("overview", run="run").json
+    (cause,) = answer["verdict"]["causes"]
+    assert (answer["verdict"]["level"], cause["onset"], cause["issues"][0]["count"]) == ("error", 2, 2)
+    assert answer["watched"] == [{"kind": "activation", "sites": 1}]
+    assert "gradients of activations" in answer["unwatched"]
+    assert answer["steps"] == {"count": 4, "first": 0, "last": 3}
     (loss,) = tab.ask("scalars", run="run").json["scalars"]
     assert loss == {"tag": "loss", "steps": [0, 1, 2, 3], "values": [3.0, 2.0, 1.0, 0.0]}
     (run,) = tab.ask("runs").json["runs"]
@@ -484,8 +484,8 @@ def test_a_site_that_comes_later_is_a_row_that_was_not_seen_before(tmp_path: Pat
     np.testing.assert_array_equal(values, [[1, 3, nan], [1, 3, nan], [1.5, 3.5, 2], [1, 3, nan]])
     assert tab.ask("runs").json["runs"][0]["kinds"][0]["sites"] == 3
     assert tab.ask("matrix", run="run", kind="activation", stat="p50").matrix[0]["steps"] == [0, 1, 2, 3]
-    told = tab.ask("distribution", run="run", kind="activation", path="b", step=0).json
-    assert (told["row_step"], told["histogram_step"], told["counts"]) == (2, 2, [1])
+    answer = tab.ask("distribution", run="run", kind="activation", path="b", step=0).json
+    assert (answer["row_step"], answer["histogram_step"], answer["counts"]) == (2, 2, [1])
 
 
 def test_lists_of_sites_that_do_not_continue_each_other_are_joined(tmp_path: Path) -> None:
@@ -526,10 +526,10 @@ def test_a_step_that_is_written_again_is_what_it_was_the_last_time(tmp_path: Pat
 
 
 def test_a_distribution_is_trimmed_and_lies_within_the_exact_range(tab: Tab) -> None:
-    told = tab.ask("distribution", run="one", kind="activation", path="a", index="", step=60).json
+    answer = tab.ask("distribution", run="one", kind="activation", path="a", index="", step=60).json
     array = DATA[A] * 7
-    assert (told["step"], told["row_step"], told["histogram_step"]) == (60, 60, 60)
-    edges, counts = told["edges"], told["counts"]
+    assert (answer["step"], answer["row_step"], answer["histogram_step"]) == (60, 60, 60)
+    edges, counts = answer["edges"], answer["counts"]
     assert len(edges) == len(counts) + 1
     assert edges == sorted(edges)
     assert edges[0] == np.float32(array.min())
@@ -537,28 +537,33 @@ def test_a_distribution_is_trimmed_and_lies_within_the_exact_range(tab: Tab) -> 
     wanted = reference.bucket_counts(array)
     assert counts == np.trim_zeros(wanted).tolist()
     for name, value in reference.stats(array).items():
-        assert told["stats"][name] == pytest.approx(value, rel=2e-6), name
-    assert set(told["stats"]) == set(STAT_NAMES) - {"ratio"}
+        assert answer["stats"][name] == pytest.approx(value, rel=2e-6), name
+    assert set(answer["stats"]) == set(STAT_NAMES) - {"ratio"}
 
 
-def test_the_nearest_steps_are_told_apart_for_rows_and_histograms(tab: Tab) -> None:
-    told = tab.ask("distribution", run="one", kind="activation", path="b", step=22).json
-    assert (told["row_step"], told["histogram_step"]) == (30, 30), "b was not seen at 20"
-    told = tab.ask("distribution", run="one", kind="activation", path="a", step=41).json
-    assert (told["row_step"], told["histogram_step"]) == (40, 30)
-    assert "p50" not in told["stats"], "no histogram at that step"
+def test_the_nearest_steps_are_distinguished_for_rows_and_histograms(tab: Tab) -> None:
+    answer = tab.ask("distribution", run="one", kind="activation", path="b", step=22).json
+    assert (answer["row_step"], answer["histogram_step"]) == (30, 30), "b was not seen at 20"
+    answer = tab.ask("distribution", run="one", kind="activation", path="a", step=41).json
+    assert (answer["row_step"], answer["histogram_step"]) == (40, 30)
+    assert "p50" not in answer["stats"], "no histogram at that step"
     for step, nearest in ((-5, 0), (10**17, 90), (5, 0)):
-        told = tab.ask("distribution", run="one", kind="activation", path="a", step=step).json
-        assert told["row_step"] == nearest
+        answer = tab.ask("distribution", run="one", kind="activation", path="a", step=step).json
+        assert answer["row_step"] == nearest
 
 
 def test_a_constant_is_one_bar_without_width_and_what_is_not_finite_has_none(tmp_path: Path) -> None:
     write(tmp_path / "run", make_frame(0, {A: np.full(5, 2.5), B: [math.nan, math.inf]}))
     tab = Tab(tmp_path)
-    told = tab.ask("distribution", run="run", kind="activation", path="a", step=0).json
-    assert (told["edges"], told["counts"]) == ([2.5, 2.5], [5])
-    told = tab.ask("distribution", run="run", kind="activation", path="b", step=0).json
-    assert (told["edges"], told["counts"], told["stats"]["mean"], told["stats"]["nan_count"]) == ([], [], "nan", 1.0)
+    answer = tab.ask("distribution", run="run", kind="activation", path="a", step=0).json
+    assert (answer["edges"], answer["counts"]) == ([2.5, 2.5], [5])
+    answer = tab.ask("distribution", run="run", kind="activation", path="b", step=0).json
+    assert (answer["edges"], answer["counts"], answer["stats"]["mean"], answer["stats"]["nan_count"]) == (
+        [],
+        [],
+        "nan",
+        1.0,
+    )
 
 
 def test_an_update_that_was_sampled_says_how_much_of_it_was_read(tmp_path: Path) -> None:
@@ -571,27 +576,31 @@ def test_an_update_that_was_sampled_says_how_much_of_it_was_read(tmp_path: Path)
 def test_without_histograms_there_are_still_stats(tmp_path: Path) -> None:
     write(tmp_path / "run", *(make_frame(step, {A: DATA[A]}, histograms=False) for step in range(3)))
     tab = Tab(tmp_path)
-    told = tab.ask("distribution", run="run", kind="activation", path="a", step=1).json
-    assert (told["histogram_step"], told["edges"], told["counts"]) == (None, [], [])
-    assert told["stats"]["mean"] == pytest.approx(DATA[A].mean(), rel=1e-6)
-    told = tab.ask("history", run="run", kind="activation", path="a").json
+    answer = tab.ask("distribution", run="run", kind="activation", path="a", step=1).json
+    assert (answer["histogram_step"], answer["edges"], answer["counts"]) == (None, [], [])
+    assert answer["stats"]["mean"] == pytest.approx(DATA[A].mean(), rel=1e-6)
+    answer = tab.ask("history", run="run", kind="activation", path="a").json
     assert (
-        told["quantile_steps"] == told["ridges"]["steps"] == told["ridges"]["edges"] == told["ridges"]["counts"] == []
+        answer["quantile_steps"]
+        == answer["ridges"]["steps"]
+        == answer["ridges"]["edges"]
+        == answer["ridges"]["counts"]
+        == []
     )
     assert tab.ask("matrix", run="run", kind="activation", stat="p99").matrix[0]["steps"] == []
     assert "p99" not in tab.ask("runs").json["runs"][0]["kinds"][0]["stats"]
 
 
 def test_a_history_has_every_stat_and_says_where_there_is_none(tab: Tab) -> None:
-    told = tab.ask("history", run="one", kind="activation", path="b").json
-    assert told["steps"] == list(range(0, 100, 10))
-    assert all(series[2] is None and None not in series[3:] for series in told["stats"].values())
+    answer = tab.ask("history", run="one", kind="activation", path="b").json
+    assert answer["steps"] == list(range(0, 100, 10))
+    assert all(series[2] is None and None not in series[3:] for series in answer["stats"].values())
     for name, value in reference.stats(DATA[B] * 10).items():
-        assert told["stats"][name][9] == pytest.approx(value, rel=2e-6), name
-    assert told["quantile_steps"] == [0, 30, 60, 90]
-    assert set(told["quantiles"]) == {"p01", "p25", "p50", "p75", "p99"}
-    assert told["quantiles"]["p75"] == pytest.approx([np.quantile(DATA[B] * i, 0.75) for i in (1, 4, 7, 10)], rel=0.1)
-    ridges = told["ridges"]
+        assert answer["stats"][name][9] == pytest.approx(value, rel=2e-6), name
+    assert answer["quantile_steps"] == [0, 30, 60, 90]
+    assert set(answer["quantiles"]) == {"p01", "p25", "p50", "p75", "p99"}
+    assert answer["quantiles"]["p75"] == pytest.approx([np.quantile(DATA[B] * i, 0.75) for i in (1, 4, 7, 10)], rel=0.1)
+    ridges = answer["ridges"]
     assert ridges["steps"] == [0, 30, 60, 90]
     assert [sum(counts) for counts in ridges["counts"]] == [300] * 4
     assert {len(counts) for counts in ridges["counts"]} == {len(ridges["edges"]) - 1}
@@ -610,7 +619,7 @@ def test_ridges_are_sixty_at_most_with_the_first_and_the_last(tmp_path: Path) ->
 # --- Findings ---
 
 
-def test_a_trouble_that_was_told_again_is_one_entry_and_the_worst_come_first(tmp_path: Path) -> None:
+def test_a_trouble_that_was_found_again_is_one_entry_and_the_worst_come_first(tmp_path: Path) -> None:
     def found(step: int, rule: str, severity: Any, site: Site | None, **evidence: float) -> Finding:
         return Finding(step, site, rule, severity, f"{rule} at {step}", evidence)
 
@@ -622,17 +631,17 @@ def test_a_trouble_that_was_told_again_is_one_entry_and_the_worst_come_first(tmp
     ]
     write(tmp_path / "run", *frames)
     tab = Tab(tmp_path)
-    told = tab.ask("findings", run="run").json["findings"]
-    assert [(one["onset"], one["last"], one["count"], one["rule"], one["severity"]) for one in told] == [
+    answer = tab.ask("findings", run="run").json["findings"]
+    assert [(one["onset"], one["last"], one["count"], one["rule"], one["severity"]) for one in answer] == [
         (1, 3, 2, "dead_units", "error"),
         (2, 2, 1, "non_finite", "error"),
         (1, 1, 1, "dead_units", "warning"),
         (0, 0, 1, "loss_spike", "info"),
     ]
-    assert told[0]["message"] == "dead_units at 3"
-    assert told[0]["site"] == {"path": "a", "kind": "activation", "index": "", "name": "a"}
-    assert told[3]["site"] is None
-    assert told[3]["evidence"] == {"loss": "inf"}
+    assert answer[0]["message"] == "dead_units at 3"
+    assert answer[0]["site"] == {"path": "a", "kind": "activation", "index": "", "name": "a"}
+    assert answer[3]["site"] is None
+    assert answer[3]["evidence"] == {"loss": "inf"}
     assert tab.ask("runs").json["runs"][0]["findings"] == 1
 
 
@@ -749,8 +758,8 @@ def test_findings_that_are_none_are_left_out(tmp_path: Path) -> None:
     texts = [good, *bad, good]
     values = [(i, "tbhooks/findings", tensor_util.make_tensor_proto(text), b"") for i, text in enumerate(texts)]
     write_values(tmp_path / "run", *values, (99, "tbhooks/findings", ROWS, None))
-    (told,) = Tab(tmp_path).ask("findings", run="run").json["findings"]
-    assert (told["count"], told["message"]) == (1, "<b>dead</b>"), "both are of one step"
+    (answer,) = Tab(tmp_path).ask("findings", run="run").json["findings"]
+    assert (answer["count"], answer["message"]) == (1, "<b>dead</b>"), "both are of one step"
 
 
 def test_more_than_memory_holds_is_refused_before_it_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -804,7 +813,9 @@ def test_what_is_too_large_for_one_answer_comes_thinned_and_says_so(
     assert values[:, 0].tolist() == header["steps"]
 
 
-def test_a_data_server_that_does_not_answer_is_told_and_asked_again(tab: Tab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_data_server_that_does_not_answer_is_reported_and_asked_again(
+    tab: Tab, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tab.open()
     with monkeypatch.context() as patch:
         reading_with(tab, patch, lambda _: _Gone())
@@ -828,7 +839,9 @@ def test_more_runs_than_fit_into_one_answer_are_listed_one_by_one(tab: Tab, monk
     assert asked == [None, {"one"}, {"updates"}]
 
 
-def test_a_log_directory_that_cannot_be_listed_is_told_in_a_sentence(tab: Tab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_directory_that_cannot_be_listed_is_reported_in_a_sentence(
+    tab: Tab, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def list_tensors(*_: Any, **__: Any) -> None:
         raise _Gone
 

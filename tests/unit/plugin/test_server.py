@@ -239,15 +239,15 @@ def test_histograms_are_served_as_they_were_counted(server: Server) -> None:
     header, values = server.ask("matrix", run="long", kind="activation", stat="p50").matrix
     assert header["steps"] == list(range(0, STEPS, 50))
     assert values.shape == (STEPS // 50, 3)
-    told = server.ask("distribution", run="long", kind="activation", path="layer.0", index="", step=512).json
+    answer = server.ask("distribution", run="long", kind="activation", path="layer.0", index="", step=512).json
     array = np.random.default_rng(500).normal(size=20)
-    assert (told["row_step"], told["histogram_step"]) == (512, 500)
-    assert told["counts"] == np.trim_zeros(reference.bucket_counts(array)).tolist()
-    assert [told["edges"][0], told["edges"][-1]] == [np.float32(array.min()), np.float32(array.max())]
-    told = server.ask("history", run="long", kind="activation", path="layer.1").json
-    assert len(told["steps"]) == STEPS
-    assert told["stats"]["mean"][3] is None
-    assert len(told["ridges"]["steps"]) == len(told["quantile_steps"])
+    assert (answer["row_step"], answer["histogram_step"]) == (512, 500)
+    assert answer["counts"] == np.trim_zeros(reference.bucket_counts(array)).tolist()
+    assert [answer["edges"][0], answer["edges"][-1]] == [np.float32(array.min()), np.float32(array.max())]
+    answer = server.ask("history", run="long", kind="activation", path="layer.1").json
+    assert len(answer["steps"]) == STEPS
+    assert answer["stats"]["mean"][3] is None
+    assert len(answer["ridges"]["steps"]) == len(answer["quantile_steps"])
 
 
 def test_evaluation_passes_are_kinds_of_their_own(server: Server) -> None:
@@ -291,8 +291,8 @@ def test_hostile_names_come_through_as_text(server: Server) -> None:
     assert tuple(site["path"] for site in sites) == HOSTILE_NAMES
     for name in HOSTILE_NAMES:
         if "\x00" not in name:
-            told = server.ask("distribution", run="hostile", kind="activation", path=name, step=0).json
-            assert told["counts"] == [1, 0, 1]
+            answer = server.ask("distribution", run="hostile", kind="activation", path=name, step=0).json
+            assert answer["counts"] == [1, 0, 1]
     assert server.ask("findings", run="hostile").json["findings"][0]["message"] == HOSTILE_NAMES[0]
 
 
@@ -329,10 +329,10 @@ def test_steps_of_a_running_writer_arrive_and_only_those_when_asked_for(server: 
         )
     sink.close()
     # Findings are the last of a step.
-    (told,) = server.wait_for(
+    (answer,) = server.wait_for(
         lambda: [f for f in server.ask("findings", run="growing").json["findings"] if f["count"] == 3]
     )
-    assert (told["onset"], told["last"]) == (5, 7)
+    assert (answer["onset"], answer["last"]) == (5, 7)
     header, values = server.ask("matrix", run="growing", kind="activation", stat="mean", after=4).matrix
     assert (header["steps"], values.tolist()) == ([5, 6, 7], [[5, 1], [6, 1], [7, 1]])
     header, values = server.ask("matrix", run="growing", kind="activation", stat="p50").matrix

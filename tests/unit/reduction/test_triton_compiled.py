@@ -236,7 +236,7 @@ def test_a_launch_is_made_under_the_device_of_the_tensor(driver: FakeDriver, mon
     assert driver.device == 0
 
 
-def test_without_a_c_compiler_torch_operations_serve_and_it_is_told_once(driver: FakeDriver) -> None:
+def test_without_a_c_compiler_torch_operations_serve_and_it_is_logged_once(driver: FakeDriver) -> None:
     driver.refusal = RuntimeError("Failed to find C compiler. Please specify via CC environment variable.")
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -849,7 +849,7 @@ def precision(data: Any, kind: str = "gradient", **thresholds: Any) -> list[tupl
     return [(finding.severity, finding.evidence["format"]) for finding in found]
 
 
-def test_values_that_float16_would_flush_or_overflow_are_told_as_information() -> None:
+def test_values_that_float16_would_flush_or_overflow_are_reported_as_information() -> None:
     small, fine = 2.0**-26 * 1.1, 1.1e-3
     only = {"formats": ("float16",)}
     assert precision([small] * 5 + [fine] * 5, **only) == [("info", "float16")]

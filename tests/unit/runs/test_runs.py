@@ -277,7 +277,7 @@ def test_an_evaluation_before_the_first_step_belongs_to_the_run_it_begins(tmp_pa
     assert run.evaluations[0]["x", "eval.activation"].mean == 2.0
 
 
-def test_evaluations_alone_are_told_apart_as_well(tmp_path: Path) -> None:
+def test_evaluations_alone_are_distinguished_as_well(tmp_path: Path) -> None:
     evaluated = Site("x", "eval.activation")
     for number in (1, 2):
         given = [make_frame(step, {evaluated: [float(number)]}) for step in range(3 - number)]

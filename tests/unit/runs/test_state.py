@@ -1,4 +1,4 @@
-"""A run that is still written to is told apart from one that has ended."""
+"""A run that is still written to is distinguished from one that has ended."""
 
 from __future__ import annotations
 

@@ -43,17 +43,20 @@ def test_what_a_learning_rate_did_is_one_cause_with_a_chain_that_ends_in_nan() -
 
 
 def test_the_sentence_of_a_verdict_tells_the_chain_and_the_loss() -> None:
-    told = verdict(BLOW_UP, {"train/loss": points(*[3.0] * 10, *[64.0] * 3)}, 13)
-    assert told.level == "error"
-    assert told.sentence == (
+    given = verdict(BLOW_UP, {"train/loss": points(*[3.0] * 10, *[64.0] * 3)}, 13)
+    assert given.level == "error"
+    assert given.sentence == (
         "Problem: unsuitable update-to-weight ratio in h.0 (step 0) → exploding activations in h.0 and 3 more (step 9)"
         " → NaN or infinity in h.0 (step 12). train/loss rose from 3 to 64."
     )
 
 
 def test_a_run_without_issues_says_so_with_its_loss() -> None:
-    told = verdict([], {"train/loss": points(2.3, 1.0, 0.5)}, 3)
-    assert (told.level, told.sentence) == ("ok", "No issues found in 3 logged steps. train/loss fell from 2.3 to 0.5.")
+    given = verdict([], {"train/loss": points(2.3, 1.0, 0.5)}, 3)
+    assert (given.level, given.sentence) == (
+        "ok",
+        "No issues found in 3 logged steps. train/loss fell from 2.3 to 0.5.",
+    )
 
 
 def test_notes_are_never_the_cause_of_errors_and_are_not_a_problem() -> None:

@@ -105,7 +105,7 @@ def test_elsewhere_than_in_local_directories_nothing_is_written(tmp_path: Path, 
     assert not list(tmp_path.iterdir())
 
 
-def test_a_list_that_does_not_read_is_left_alone_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_list_that_does_not_read_is_left_alone_and_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "projector_config.pbtxt").write_text("{{{")
     with caplog.at_level(logging.WARNING):
         write(tmp_path)

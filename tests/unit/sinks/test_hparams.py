@@ -188,7 +188,7 @@ def test_how_a_process_ends_is_how_its_run_ends(tmp_path: Path, how: str, code: 
     assert status(tmp_path) == expected
 
 
-def test_without_hyperparameters_nothing_is_told(tmp_path: Path) -> None:
+def test_without_hyperparameters_nothing_is_written(tmp_path: Path) -> None:
     tbhooks.watch(nn.Linear(1, 1), str(tmp_path)).close()
     assert status(tmp_path) is None
 

@@ -200,7 +200,7 @@ def test_evidence_may_hold_what_a_rule_computes(tmp_path: Path, value: Any) -> N
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full here")
-def test_a_full_disk_is_counted_told_once_and_training_goes_on(
+def test_a_full_disk_is_counted_logged_once_and_training_goes_on(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pump_module, "QUEUE_STEPS", 1000)

@@ -563,7 +563,9 @@ def test_flushing_the_watch_brings_every_step_that_has_ended_to_disk(tmp_path: P
     writer.close()
 
 
-def test_a_closed_writer_is_told_once_counted_and_never_opened_again(tmp_path: Path, caplog: Log, roomy: None) -> None:
+def test_a_closed_writer_is_logged_once_counted_and_never_opened_again(
+    tmp_path: Path, caplog: Log, roomy: None
+) -> None:
     model = frames.make_model()
     writer = SummaryWriter(str(tmp_path))
     optimizer = frames.make_optimizer(model)
@@ -711,7 +713,7 @@ def test_several_sinks_get_everything_and_one_that_fails_disturbs_none(
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's own thread dies
-def test_a_full_disk_is_counted_told_once_and_training_goes_on(tiny_disk: Path, caplog: Log, roomy: None) -> None:
+def test_a_full_disk_is_counted_logged_once_and_training_goes_on(tiny_disk: Path, caplog: Log, roomy: None) -> None:
     model = frames.make_model()
     w = tbhooks.watch(model, tiny_disk, every=1)
     with caplog.at_level(logging.WARNING, "tbhooks"):
@@ -842,7 +844,7 @@ def test_findings_are_text_once_and_data_while_they_last(tmp_path: Path) -> None
     }
 
 
-def test_a_finding_told_twice_in_one_frame_is_one_text(tmp_path: Path) -> None:
+def test_a_finding_given_twice_in_one_frame_is_one_text(tmp_path: Path) -> None:
     write(tmp_path, make_frame(0, findings=[a_finding(0), a_finding(0, message="again")]))
     assert shown_texts(tmp_path)[0].count("<strong>") == 1
 

@@ -137,7 +137,7 @@ def test_weights_are_the_same_bits_with_and_without(run: Any) -> None:
     assert same_bits(weights(watched), weights(bare))
 
 
-def test_nan_is_told_and_never_stored_in_a_histogram(run: Any, tmp_path: Path, capfd: Any) -> None:
+def test_nan_is_reported_and_never_stored_in_a_histogram(run: Any, tmp_path: Path, capfd: Any) -> None:
     site, gone = Site("0", "activation"), Site("1", "activation")
     sink = tbhooks.WandbSink(run)
     sink.write(make_frame(0, {site: [1.0, np.nan, np.inf, 3.0], gone: [np.nan] * 3}, scalars={"train/loss": np.nan}))
@@ -165,7 +165,7 @@ def test_findings_are_in_the_summary_each_once(run: Any, tmp_path: Path) -> None
     assert text == "warning, step 3: 0 is dead\nerror, step 4: the loss jumped"
 
 
-def test_a_user_who_logs_rarely_by_another_count_comes_first_and_is_told(
+def test_a_user_who_logs_rarely_by_another_count_comes_first_and_is_warned(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sink_module, "MAX_WAITING", 3)
@@ -202,7 +202,7 @@ def test_a_run_that_is_said_to_be_ours_alone_is_written_at_once(run: Any) -> Non
         assert run.step == 11
 
 
-def test_the_module_without_a_run_is_told_what_is_missing() -> None:
+def test_the_module_without_a_run_says_what_is_missing() -> None:
     import wandb
 
     assert wandb.run is None

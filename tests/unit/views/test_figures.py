@@ -184,8 +184,8 @@ def test_the_ridges_of_gradients_come_in_forward_order_and_nan_is_red() -> None:
     data |= {Site("last", "gradient"): [1.0, 2.0], Site("first", "gradient"): [1.0, 3.0, math.nan]}
     figure = drawn(make_frame(0, data).ridgeline("gradient"))
     assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["first", "last"]
-    (told,) = [text for text in figure.axes[0].texts if text.get_text() == "1 NaN/Inf"]
-    assert told.get_color() == pytest.approx(RED)
+    (message,) = [text for text in figure.axes[0].texts if text.get_text() == "1 NaN/Inf"]
+    assert message.get_color() == pytest.approx(RED)
 
 
 def test_a_ridgeline_that_cannot_be_is_refused_in_words() -> None:
@@ -268,7 +268,7 @@ def test_an_image_grid_says_what_it_leaves_out_and_what_is_not_finite() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tensor", "options", "told"),
+    ("tensor", "options", "message"),
     [
         (torch.zeros(4), {}, "shape [4]"),
         (torch.zeros(1, 2, 3, 4, 5), {}, "shape [1, 2, 3, 4, 5]"),
@@ -279,8 +279,10 @@ def test_an_image_grid_says_what_it_leaves_out_and_what_is_not_finite() -> None:
         (torch.zeros(1, 3, 3), {"width": 0}, "inches"),
     ],
 )
-def test_an_image_grid_of_something_else_is_refused_in_words(tensor: Any, options: dict[str, Any], told: str) -> None:
-    with pytest.raises(ArgumentError, match=re.escape(told)):
+def test_an_image_grid_of_something_else_is_refused_in_words(
+    tensor: Any, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ArgumentError, match=re.escape(message)):
         figures.image_grid(tensor, **options)
 
 

@@ -62,8 +62,8 @@ def a_frame(step: int = 7, **changes: Any) -> Frame:
 
 
 def peeked(frame: Frame, **known: Any) -> Peeked:
-    told = {"outputs": {"fc": Output("Linear", (8, 50), "float32"), "relu": Output("ReLU", (8, 50), "bfloat16")}}
-    return Peeked(**{field.name: getattr(frame, field.name) for field in fields(frame)}, **{**told, **known})
+    outputs = {"outputs": {"fc": Output("Linear", (8, 50), "float32"), "relu": Output("ReLU", (8, 50), "bfloat16")}}
+    return Peeked(**{field.name: getattr(frame, field.name) for field in fields(frame)}, **{**outputs, **known})
 
 
 def a_history() -> History:
@@ -257,7 +257,7 @@ def test_only_a_peeked_frame_has_types_shapes_and_dtypes() -> None:
     assert re.search(r"relu +ReLU +8x50 +bfloat16", text_of(peeked(a_frame())))
 
 
-def test_notes_and_kept_tensors_are_told() -> None:
+def test_notes_and_kept_tensors_are_reported() -> None:
     shown = peeked(a_frame(), notes=("head was not seen",), kept={"fc": np.zeros((8, 50))})
     for words in (html_of(shown), text_of(shown)):
         assert "head was not seen" in words
@@ -539,7 +539,7 @@ def test_an_update_is_compared_by_its_ratio() -> None:
     assert "(x 10)" in change.words
 
 
-def test_what_only_one_has_and_other_outputs_are_told_in_both_forms() -> None:
+def test_what_only_one_has_and_other_outputs_are_shown_in_both_forms() -> None:
     first = peeked(a_frame(), outputs={"fc": Output("Linear", (8, 50), "float32")})
     second = peeked(a_frame(more={Site("new", "input"): [1.0]}), outputs={"fc": Output("Linear", (8, 50), "bfloat16")})
     found = first.compare(second)
@@ -576,7 +576,7 @@ def test_both_histograms_are_drawn_on_one_axis() -> None:
 def test_a_history_shows_steps_scalars_findings_and_maps() -> None:
     shown = html_of(a_history())
     assert "6 logged steps, 0 to 50" in shown
-    assert "1 error, 1 warning" in shown, "a trouble of every step is told once"
+    assert "1 error, 1 warning" in shown, "a problem of every step is listed once"
     assert ["train/loss", "3", "0.0588", "50"] in [row[:4] for row in rows_of(shown)]
     for title in ("activation std", "gradient norm", "update ratio"):
         assert f"<details open><summary>{title}</summary>" in shown
@@ -614,12 +614,12 @@ def test_a_grid_is_what_the_series_say_for_every_stat() -> None:
 
 
 def test_a_grid_that_cannot_be_is_refused_with_the_nearest_name() -> None:
-    for stat, kind, told in (
+    for stat, kind, message in (
         ("sdt", "gradient", "'std'"),
         ("std", "gradeint", "'gradient'"),
         ("ratio", "weight", "update"),
     ):
-        with pytest.raises(ArgumentError, match=told):
+        with pytest.raises(ArgumentError, match=message):
             history_view.grid_of(a_history(), stat, kind)
 
 
