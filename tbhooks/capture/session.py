@@ -18,7 +18,7 @@ from tbhooks.capture import cuda_graphs
 from tbhooks.capture.autograd import profiler_label, without_dispatch_modes
 from tbhooks.capture.flight.recorder import FlightRecorder
 from tbhooks.capture.hooks.collectors import Profiles
-from tbhooks.capture.hooks.forward_event import ForwardEvent, Subscription
+from tbhooks.capture.hooks.forward_event import ForwardEvent
 from tbhooks.capture.hooks.observer import Observer
 from tbhooks.capture.parameters.parameter_reader import ParameterReader
 from tbhooks.capture.rank_context import RankContext
@@ -64,7 +64,10 @@ class CaptureSession:
         )
         self.metrics = self._scalars.metrics
         self.samples = StepSamples(self.recorder, self.observer, context, submit, report)
-        self._packer = Packer(self._model, self.recorder, self._scalars, context, submit, report)
+        self._packer = Packer(
+            self._model, self.recorder, self.observer, self.forwards, self._scalars, self.samples, context, submit,
+            self._forward_begins, report,
+        )  # fmt: skip
         self.parameters = ParameterReader(model, selector, self.recorder, self._groups, report)
         self.clock = Clock(
             mode, context.first_step, self._model, self.observer, self.parameters, self.forwards, self, report
@@ -80,10 +83,7 @@ class CaptureSession:
         )
         self.replay = Replay(self._model, self.observer, on_nonfinite, report)
         self._step = Step(context.first_step)
-        self._ended: Step | None = None
-        """The step before the open one."""
         self._last_label = self._pauses = 0
-        self._next_forward: Subscription | None = None
         self._thread = threading.get_ident()
 
     @property
@@ -108,7 +108,7 @@ class CaptureSession:
             is_merged = self._rank_group is not None and self.clock.mode != "forward"
             if self.observer.seen is not None and self.recorder.calls and not is_merged:
                 self._read_interrupted(is_failing)
-                self._ended, self._step.is_logged = self._step, True
+                self._packer.ended, self._step.is_logged = self._step, True
                 self._step.close(self.clock.count, self.recorder.scalar_tags)
                 if self.clock.mode == "forward":
                     self._last_label = self.clock.count
@@ -222,20 +222,20 @@ class CaptureSession:
     def log(self, values: dict[str, Tensor | float], call: SampleCall | None = None) -> None:
         """Logs scalars and samples of the user, to the open step or to the one that has just ended."""
         with self._report.guarded("log"), self.clock.lock, profiler_label("log"):
-            ended = None if self.observer.graph_capture.is_running() else self._step_taking_late_scalars
+            ended = None if self.observer.graph_capture.is_running() else self._packer.taking_late_scalars
             for tag, value in values.items():
                 self._scalars.log(tag, value, self._step, ended)
             if call is not None:
                 self.samples.add(call, self._step, ended)
             if ended is not None and ended.is_logged:
-                self._watch_next_forward()
+                self._packer.watch_next_forward()
                 if not self._scalars.means.is_due:  # the copy has waited for these scalars
                     self._pack_closed()
 
     def step(self, label: int | None) -> None:
         """The user ends the step. If the clock has just ended it, the step only gets the user's label."""
         with self._report.guarded("step"), self.clock.lock:
-            ended = self._step_taking_late_scalars if self.clock.mode != "manual" else None
+            ended = self._packer.taking_late_scalars if self.clock.mode != "manual" else None
             self.clock.set_manual()
             if ended is None:
                 self.step_ended(label)
@@ -254,7 +254,7 @@ class CaptureSession:
     def before_optimizer(self, optimizer: Optimizer, has_closure: bool) -> None:
         self._end_trial()
         self._step_is_over()
-        self._no_more_late_scalars()
+        self._packer.end_late_scalars()
         self.observer.optimizer_steps(self.clock.count)
         self.scaler.before_optimizer(optimizer)
         with without_dispatch_modes():
@@ -299,13 +299,13 @@ class CaptureSession:
             with self.clock.lock:
                 self._step_is_over()
                 self._finish_evaluation()
-                self._no_more_late_scalars()
+                self._packer.end_late_scalars()
 
     def _step_skipped(self, optimizer: Optimizer) -> None:
         """A GradScaler skipped the optimizer's step. If no other optimizer stepped, what was recorded is dropped."""
         if self.clock.optimizer_skipped(optimizer):
             self._step_is_over()
-            self._no_more_late_scalars()
+            self._packer.end_late_scalars()
             self._step.was_skipped = True
             self.observer.start_over()
             self.parameters.clear()
@@ -336,12 +336,12 @@ class CaptureSession:
         if self.clock.mode != "forward":  # there the forward that has just begun finishes the evaluation
             self._finish_evaluation()
         self._step_is_over()
-        self._no_more_late_scalars()
+        self._packer.end_late_scalars()
         self._last_label = label
         self._groups.step_ended()
         self.replay.step_ended()
         self._scalars.step_ends(self.clock.count)
-        ended = self._ended = self._step
+        ended = self._packer.ended = self._step
         ended.is_logged = self.observer.seen is not None
         ended.close(label, self.recorder.scalar_tags)
         next_number = self.clock.count + 1
@@ -357,12 +357,12 @@ class CaptureSession:
             self._end_reading(keep_hooks=self._step.is_logged and not self._pauses)
             self.clock.logged_step_ended()
             if self._scalars.is_used or self.samples.come_late:
-                self._watch_next_forward()
-            if self._waits_with_its_copy:
+                self._packer.watch_next_forward()
+            if self.clock.mode != "forward" and not self._pauses and self._packer.may_get_late_scalars:
                 return
-            self._packer.pack(ended)
-            if self._other_ranks_wait:
-                self._packer.submit(self._ended)
+            self._packer.pack()
+            if self._packer.other_ranks_wait(self.clock.mode):
+                self._packer.submit()
         self._open_step(next_number)
         if self._forward_is_compiled:
             # The forward that ended the step already runs, in a graph with or without hooks. This is for the next one.
@@ -386,28 +386,17 @@ class CaptureSession:
     def _step_is_over(self, opens_next: bool = True) -> None:
         """Packs and submits the step that has ended, because something of the next step has happened."""
         self._pack_closed(opens_next)
-        self._scalars.write_means(self._ended, self._last_label)
-        self._packer.submit(self._ended)
+        self._scalars.write_means(self._packer.ended, self._last_label)
+        self._packer.submit()
 
     def _pack_closed(self, opens_next: bool = True) -> None:
         """Packs the step that has ended if that was delayed, and opens the next one."""
-        if self._ended is not None and self._ended.is_closed:
+        if self._packer.ended is not None and self._packer.ended.is_closed:
             try:
-                self._packer.pack(self._ended)
+                self._packer.pack()
             finally:
                 if opens_next:
                     self._open_step(self.clock.count)
-
-    @property
-    def _waits_with_its_copy(self) -> bool:
-        """Whether the copy of the step that has ended is delayed, for scalars that may still be logged to it."""
-        is_held = self._rank_group is None and self.clock.mode != "forward" and not self._pauses
-        return is_held and (self._scalars.may_come_late or self.samples.come_late)
-
-    @property
-    def _other_ranks_wait(self) -> bool:
-        """Whether other ranks wait for this step, to merge it. The first logged step may still get a label."""
-        return self._rank_group is not None and (self.clock.mode == "manual" or self.logged > 1)
 
     def _end_reading(self, keep_hooks: bool) -> None:
         """Completes the records of the step, and closes it for the hooks."""
@@ -422,26 +411,6 @@ class CaptureSession:
         self.observer.end(keep_hooks)
         if self.recorder.overflowed:
             self._report.log_once("a step made more calls than its buffer holds; the last ones are left out")
-
-    # Scalars of the step that has ended.
-
-    @property
-    def _step_taking_late_scalars(self) -> Step | None:
-        """Returns the step that has ended, as long as nothing of the next one has happened."""
-        ended = self._ended
-        return ended if ended is not None and ended.takes_late_scalars and not self.observer.called else None
-
-    def _watch_next_forward(self) -> None:
-        """Subscribes to the next forward. A compiled model takes no new hook: there the optimizer's step submits."""
-        if self._next_forward is None and not self.observer.gate.was_compiled:
-            self._next_forward = self.forwards.subscribe(self._forward_begins, in_graph=False)
-
-    def _no_more_late_scalars(self) -> None:
-        if self._next_forward is not None:
-            self._next_forward.cancel()
-            self._next_forward = None
-        if self._ended is not None:
-            self._ended.takes_late_scalars = False
 
     def _finish_evaluation(self) -> None:
         self.evaluation.finish()
