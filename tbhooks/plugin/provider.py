@@ -128,15 +128,7 @@ class Reader:
         return list((listed or {}).get(self._run, {}))
 
     def _read_scalars(self, tags: list[str]) -> dict[str, tuple[NDArray[np.int64], NDArray[np.float64]]]:
-        only = provider_types.RunTagFilter(runs=[self._run], tags=tags)
-        answer = self._provider.read_scalars(
-            self._context,
-            experiment_id=self._experiment,
-            plugin_name=_SCALARS,
-            downsample=MOST_POINTS,
-            run_tag_filter=only,
-        )
-        series = (answer or {}).get(self._run, {})
+        series = self._of_run(self._provider.read_scalars, _SCALARS, tags, MOST_POINTS)
         by_step = {tag: {int(datum.step): float(datum.value) for datum in series.get(tag, ())} for tag in tags}
         return {
             tag: (np.array(sorted(points), dtype=np.int64), np.array([points[step] for step in sorted(points)]))
@@ -166,16 +158,17 @@ class Reader:
         return last
 
     def _read(self, tag: str, most: int) -> tuple[TagValue, ...]:
-        only = provider_types.RunTagFilter(runs=[self._run], tags=[tag])
-        answer = self._provider.read_tensors(
-            self._context,
-            experiment_id=self._experiment,
-            plugin_name=PLUGIN,
-            downsample=most,
-            run_tag_filter=only,
-        )
-        series = answer.get(self._run, {}).get(tag, [])
+        series = self._of_run(self._provider.read_tensors, PLUGIN, [tag], most).get(tag, [])
         return tuple(TagValue(int(datum.step), float(datum.wall_time), datum.numpy) for datum in series)
+
+    def _of_run(self, read: Callable[..., Any], plugin: str, tags: list[str], most: int) -> dict[str, Any]:
+        """What a method of the provider returns for these tags of the run, with at most so many values for each."""
+        answer = read(
+            self._context, experiment_id=self._experiment, plugin_name=plugin, downsample=most,
+            run_tag_filter=provider_types.RunTagFilter(runs=[self._run], tags=tags),
+        )  # fmt: skip
+        of_run: dict[str, Any] = (answer or {}).get(self._run, {})
+        return of_run
 
 
 def _with_retries(read: Callable[[], Result]) -> Result:
