@@ -6,7 +6,6 @@ import gc
 import logging
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -546,12 +545,10 @@ def test_a_step_that_never_ends_is_bounded_and_said(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.fixture
-def only_new_objects() -> Iterator[None]:
+def only_new_objects() -> None:
     """What earlier tests have left may go at any time, and is not counted."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def live_tensors() -> int:

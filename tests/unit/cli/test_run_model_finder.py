@@ -419,6 +419,7 @@ def test_a_model_that_is_kept_from_the_collector_is_found_when_it_is_called(begi
         train(model, sgd(model))
     finally:
         gc.unfreeze()
+        gc.freeze()  # as tests/conftest.py does
     session.close()
     assert paths(only_run(tmp_path)) == ["0", "1", "2", "(root)"]
 
