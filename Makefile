@@ -11,7 +11,8 @@ SOURCES := pyproject.toml constraints.txt hatch_build.py tbhooks/reduction/kerne
 demo: $(DEMO)  ## train a small CNN on digits, watched, and say how to look at it
 	$(PYTHON) -m tbhooks demo
 
-test: lint docs  ## everything CI runs
+test: $(READY)  ## everything CI runs
+	$(MAKE) --no-print-directory --jobs 2 lint docs
 	$(PYTHON) -m tests.support.groups test
 
 test-slow: $(READY)  ## the cases that `make test` leaves out for their time
