@@ -17,6 +17,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 from hypothesis import settings
+from xdist.remote import Producer
+from xdist.scheduler import LoadGroupScheduling
 
 from tbhooks.api.lifecycle import open_watches
 from tbhooks.reduction import cpu
@@ -31,15 +33,23 @@ if os.environ.get("CI"):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keeps everything that was collected, before `-m` removes some, for the test of the marker `slow`.
-
-    The tests of a file run in one process of xdist, in which what they share is made once: fixtures, reference runs,
-    processes that scripts are forked from. Some files share more, and name a group of their own.
-    """
+    """Keeps everything that was collected, before `-m` removes some, for the test of the marker `slow`."""
     config.stash[COLLECTED] = list(items)
-    for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
+class ByFile(LoadGroupScheduling):
+    """All tests of a file run in one process of xdist, in which what they share is made once: fixtures, reference runs,
+    processes that scripts are forked from. Files with the same `xdist_group` share a process.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        group = super()._split_scope(nodeid)
+        return nodeid.partition("::")[0] if group == nodeid else group
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByFile:
+    return ByFile(config, log)
 
 
 def pytest_collection_finish() -> None:
