@@ -645,7 +645,7 @@ def test_hooks_that_came_with_a_loaded_model_stay() -> None:
     assert dict(model[0]._forward_hooks) == theirs
 
 
-def test_batched_gradients_are_reported_of_and_no_error() -> None:
+def test_batched_gradients_are_reported_and_are_no_error() -> None:
     model = nn.Sequential(nn.Linear(4, 3))
     with tbhooks.watch(model, every=1) as watching:
         output = model(torch.randn(2, 4))
