@@ -502,11 +502,11 @@ def test_nothing_grows_over_hundreds_of_steps(only_new_objects: None) -> None:
     model = mlp()
     optimizer = sgd(model)
     with tbhooks.watch(model, every=1) as watching:
-        train(model, 100, optimizer)
+        train(model, 200, optimizer)
         watching.flush()
         gc.collect()
         before = live_tensors(), zoo.hook_count(model)
-        train(model, 300, optimizer)
+        train(model, 200, optimizer)
         watching.flush()
         gc.collect()
         after = live_tensors(), zoo.hook_count(model)
