@@ -14,17 +14,15 @@ from torch import nn
 from tbhooks.capture.rank_context import RankContext
 from tbhooks.capture.selection import unwrap
 from tbhooks.capture.session import CaptureSession
-from tbhooks.data.artifacts import Text
+from tbhooks.data.artifacts import ENVIRONMENT, Text
 from tbhooks.distributed.handshake import class_name
-
-TAG = "tbhooks/environment"
 
 
 def describe_run(session: CaptureSession, context: RankContext, model: nn.Module | None) -> Text:
     """Returns the description as a markdown table."""
     rows = {**_versions(), **({} if model is None else _model(model)), **_options(session, context)}
     lines = ["| what | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())]
-    return Text(TAG, "\n".join(lines))
+    return Text(ENVIRONMENT, "\n".join(lines))
 
 
 def model_name(model: nn.Module) -> str:

@@ -14,6 +14,7 @@ from tbhooks.api import environment, validation
 from tbhooks.api.lifecycle import HasDestination, Lifecycle
 from tbhooks.capture.hooks.collectors import Collector
 from tbhooks.capture.scalars import metrics
+from tbhooks.capture.scalars.checksums import StepChecksums
 from tbhooks.capture.scalars.training_metrics import PARTS
 from tbhooks.capture.selection import unwrap
 from tbhooks.capture.session import CaptureSession
@@ -150,6 +151,16 @@ class Extras:
 
     def environment(self) -> None:
         self._submit(environment.describe_run(self._session, self._lifecycle.context, self._model()))
+
+    def checksums(self) -> None:
+        model = self._model()
+        if model is None or not self._lifecycle.is_active:
+            return
+        for parameter in {parameter.device: parameter for parameter in model.parameters()}.values():
+            triton.prepare_words(parameter)
+        for recorder in (self._session.recorder, self._session.evaluation.recorder):
+            recorder.checksums = recorder.checksums or StepChecksums(self._report)
+        self.environment()
 
     def profile(self, steps: tuple[int, int]) -> None:
         first, last = validation.steps(steps)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor
@@ -266,6 +265,15 @@ class Watch:
         self._extras.environment()
         return self
 
+    def checksums(self) -> Self:
+        """Adds to every site of a logged step a 64-bit checksum of the tensor's bits: `frame[path, kind].checksum`.
+
+        `tbhooks report a b` then names the first logged step and tensor in which two runs differ in a bit, and with
+        `ranks="merge"` the rule `replica_drift` compares the copies on all ranks. Every tensor is read once more.
+        """
+        self._extras.checksums()
+        return self
+
     def profile(self, steps: tuple[int, int]) -> Self:
         """Writes a trace of torch's profiler for the steps from the first to the last of `steps`, both included.
 
@@ -384,12 +392,11 @@ class Watch:
         `tbhooks[jupyter]`; None uses them if they are installed. Returns the view.
         """
         self._lifecycle.check_open()
-        live: LiveView = display(
+        return display(  # type: ignore[no-any-return]
             "live", self, kind, stat, interactive, history=self._history, report=self._report, kinds=self._kinds,
             findings=lambda: self._actions.findings, stats=lambda: self.stats, follow=self._follow,
             settle=self._lifecycle.catch_up,
         )  # fmt: skip
-        return live
 
     def _follow(self, follower: Follower) -> None:
         if not self._lifecycle.is_closed:
@@ -417,9 +424,7 @@ class Watch:
         self._lifecycle.check_open()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_exception: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

@@ -18,7 +18,7 @@ from tbhooks.capture import selection, sharded_tensors
 from tbhooks.capture.hooks.collectors import guarded
 from tbhooks.capture.hooks.passes import Pass
 from tbhooks.capture.recording.packed_step import Attached, Read
-from tbhooks.capture.recording.recorder import Recorder, storage_is_freed
+from tbhooks.capture.recording.recorder import Recorder
 from tbhooks.collectors import channel_split
 from tbhooks.data import stats
 from tbhooks.data.artifacts import Artifact, Channels

@@ -17,7 +17,7 @@ from tbhooks.capture import schedule, selection, sharded_tensors
 from tbhooks.capture.hooks.collectors import guarded
 from tbhooks.capture.hooks.passes import Pass
 from tbhooks.capture.recording.packed_step import Attached, Read
-from tbhooks.capture.recording.recorder import Recorder, storage_is_freed
+from tbhooks.capture.recording.recorder import Recorder
 from tbhooks.capture.selection import Matcher
 from tbhooks.collectors import image_tiles
 from tbhooks.collectors.image_tiles import Tiles
@@ -25,7 +25,7 @@ from tbhooks.data.artifacts import Artifact, Picture
 from tbhooks.data.frame import ROOT
 from tbhooks.data.self_report import Report
 from tbhooks.drawing import tensor_grid
-from tbhooks.reduction.torch_rows import describe, has_no_data
+from tbhooks.reduction.torch_rows import describe, has_no_data, storage_is_freed
 
 # Images of each of the first logged steps, then half as often with every doubling: TensorBoard shows ten per tag.
 IN_FULL = 10

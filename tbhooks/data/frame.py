@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from tbhooks.data import checksums as bits
 from tbhooks.data import ranks as spread
 from tbhooks.data import stats
 from tbhooks.data.artifacts import Artifact
 from tbhooks.data.artifacts.samples import NO_SAMPLES, Samples
+from tbhooks.data.checksums import Checksums
 from tbhooks.data.display import Names, display, mimebundle
 from tbhooks.data.errors import ArgumentError, UnknownSiteError, nearest
 from tbhooks.data.ranks import Spread
@@ -44,6 +46,10 @@ MISSING_GRADIENT = "weight_gradient.missing/"
 """The tag prefix of a parameter that requires a gradient and had none when its optimizer stepped."""
 SAMPLED = "update.sampled/"
 """The tag prefix of a parameter whose update was computed from a sample; the value is the fraction of elements read."""
+REPLICA_DRIFT = ".replica_drift/"
+"""In the tag of a parameter whose replicas are not equal on all ranks, as `weight.replica_drift/fc.weight`; the value
+is the lowest rank that differs from most.
+"""
 EVALUATION_SINCE = "train.evaluation_since"
 # What is captured inside attention besides its output, at sites of their own such as `attention:softmax.entropy`. Each
 # is summarized by one of its statistics, which is also a statistic of the attention itself.
@@ -144,6 +150,8 @@ class Reading:
     """The statistics that only some sites have: `dead_fraction`, `entropy`, `max_logit`."""
     sampled_fraction: float = 1.0
     """The fraction of the elements that was read; less than 1 if `is_sampled`."""
+    checksum: int | None = None
+    """The checksum of the tensor's bits, if `Watch.checksums` was called; for an update, of the weight after it."""
 
     def __getattr__(self, name: str) -> float:
         if name in MORE_STATS:
@@ -210,6 +218,9 @@ class Frame:
     """Images, graphs and other things in addition to statistics. They are not kept after writing."""
     samples: Samples = NO_SAMPLES
     """The samples with the largest values, and the mean of each group, if `Watch.samples` was called."""
+    checksums: Checksums = field(default_factory=lambda: bits.empty(0))
+    """For each site the checksum of its bits and the number of its type, if `Watch.checksums` was called; else empty.
+    """
 
     def __post_init__(self) -> None:
         n = len(self.sites)
@@ -221,6 +232,8 @@ class Frame:
                 f"a frame of {n} sites needs values of shape {(n, len(COLUMNS))} and buckets of shape {(n, BUCKETS)} "
                 f"or {(n, 0)}, got {self.values.shape} and {self.buckets.shape}"
             )
+        if len(self.checksums) not in (0, n):
+            raise ArgumentError(f"a frame of {n} sites needs as many checksums, or none, got {len(self.checksums)}")
         self.values.flags.writeable = False
         self.buckets.flags.writeable = False
         object.__setattr__(self, "scalars", MappingProxyType(dict(self.scalars)))
@@ -250,7 +263,9 @@ class Frame:
         i = self._index[key]
         site = self.sites[i]
         fraction = self.scalars.get(SAMPLED + site.name, 1.0) if site.kind == "update" else 1.0
-        return Reading(site, self.values[i], self.buckets[i], self.spreads[i], self._more(site), fraction)
+        total, dtype = self.checksums[i].tolist() if len(self.checksums) else (0, 0)
+        checksum = total if dtype else None
+        return Reading(site, self.values[i], self.buckets[i], self.spreads[i], self._more(site), fraction, checksum)
 
     def _more(self, site: Site) -> dict[str, float]:
         tags = {name: f"{site.kind}.{name}/{site.name}" for name in AS_SCALARS}
@@ -300,6 +315,7 @@ class Frame:
             "scalars": dict(self.scalars),
             **({"spreads": self.spreads.tolist()} if self.spreads.size else {}),
             **({"samples": self.samples.to_dict()} if self.samples else {}),
+            **({"checksums": self.checksums.tolist()} if self.checksums.any() else {}),
         }  # fmt: skip
 
     @classmethod
@@ -320,6 +336,7 @@ class Frame:
             scalars=data["scalars"],
             spreads=np.array(data["spreads"], dtype=np.float64) if "spreads" in data else spread.empty(n),
             samples=Samples.from_dict(data["samples"]) if "samples" in data else NO_SAMPLES,
+            checksums=bits.of_rows(data.get("checksums", ())),
         )  # fmt: skip
 
     def compare(self, other: Frame) -> Any:

@@ -10,6 +10,7 @@ import hashlib
 import json
 import struct
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,9 +19,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tbhooks.capture.recording.step_table import PARAMETER_KINDS, RANKS, Integers, MergedStep, StepTable
-from tbhooks.data import ranks, stats
+from tbhooks.data import checksums, ranks, stats
 from tbhooks.data.artifacts import samples
-from tbhooks.data.frame import EVALUATION_SINCE, NONFINITE_SINCE, RAW_GRADIENT_NORM, SAMPLED, SKIPPED, Site
+from tbhooks.data.checksums import Checksums
+from tbhooks.data.frame import (
+    EVALUATION_SINCE,
+    NONFINITE_SINCE,
+    RAW_GRADIENT_NORM,
+    REPLICA_DRIFT,
+    SAMPLED,
+    SKIPPED,
+    Site,
+)
 from tbhooks.data.jsonable import parse_number, to_jsonable
 from tbhooks.data.self_report import listed
 from tbhooks.data.stats import Counts, Floats
@@ -29,8 +39,9 @@ _UNUSED = -2
 """The shard of a parameter that this rank holds but does not train, while another rank trains it."""
 
 _HEADER = struct.Struct("<7q")
-_VERSION = 2
-_ROW_BYTES = 24 + 8 * stats.WIDTH
+_VERSION = 3
+# The number of the site, its shard, its row and its checksum.
+_ROW_BYTES = 24 + 8 * stats.WIDTH + 16
 # Compressed histogram of one site; that of a layer of GPT-2 takes 130 bytes.
 _COUNT_BYTES = 320
 _NAME_BYTES = 96
@@ -74,7 +85,7 @@ class Writer:
         names = self._new_names(table.sites[:rows], numbers[:rows], room)
         tail = json.dumps({**scalars, "names": names}, separators=(",", ":")).encode()
         header = _HEADER.pack(_VERSION, table.step, rows, len(counts), len(tail), table.group, len(table.sites))
-        arrays = (numbers[:rows], table.shards[:rows], table.values[:rows])
+        arrays = (numbers[:rows], table.shards[:rows], table.values[:rows], _checksums(table)[:rows])
         data = b"".join((header, *(array.tobytes() for array in arrays), counts, tail))
         return data.ljust(self.size, b"\0")
 
@@ -115,6 +126,7 @@ class Reader:
         shards = np.frombuffer(data, np.int64, 2 * rows, at + 8 * rows).reshape(rows, 2)
         values = np.frombuffer(data, np.float64, rows * stats.WIDTH, at + 24 * rows).reshape(rows, stats.WIDTH)
         at += rows * _ROW_BYTES
+        sums = np.frombuffer(data, np.uint64, 2 * rows, at - 16 * rows).reshape(rows, 2)
         counts = np.zeros((rows, 0), np.int64)
         if count_bytes and self._with_buckets:
             counts = _unpacked(data[at : at + count_bytes], rows)
@@ -124,12 +136,13 @@ class Reader:
         sites = [site for site in named if site is not None]
         if len(sites) < rows:  # a name is still to be sent
             known = np.array([site is not None for site in named])
-            values, counts, shards = values[known], counts[known], shards[known]
+            values, counts, shards, sums = values[known], counts[known], shards[known], sums[known]
         return StepTable(
             step, sites, values, counts, shards, _numbers(tail["scalars"]),
             {int(key): _numbers(each) for key, each in tail["earlier"].items()}, group,
             tail.get("reductions", {}),
             samples.Samples.from_dict(tail["samples"]) if "samples" in tail else samples.NO_SAMPLES,
+            sums if sums.any() else checksums.empty(0),
         )  # fmt: skip
 
 
@@ -183,14 +196,51 @@ def merge(tables: Sequence[StepTable]) -> MergedStep:
         },
         samples=samples.merge([table.samples for table in tables]),
     )  # fmt: skip
+    sums = np.concatenate([_checksums(table) for table in tables])
+    merged.scalars.update(_drifted(sites, owner, rank, shards, sums, used))
     merged.scalars[RANKS] = float(sum(len(table.sites) > 0 for table in tables))
     # Each rank knows the norm of its own shards only, and not which of them are replicas.
     if (shards[:, 0] > 0).any() or (shards[:, 1] > 1).any():
         merged.scalars.pop(RAW_GRADIENT_NORM, None)
     spreads = _spreads(sites, owner, rank, groups, kept, used, values)
     left = [i for i in range(len(sites)) if i not in missing]
-    merged = replace(merged, sites=[sites[i] for i in left], values=merged.values[left], counts=merged.counts[left])
+    merged = replace(
+        merged, sites=[sites[i] for i in left], values=merged.values[left], counts=merged.counts[left],
+        checksums=_merge_checksums(sums[kept], owner[kept], len(sites))[left] if sums.any() else checksums.empty(0),
+    )  # fmt: skip
     return MergedStep(merged, spreads[left], tuple(_notes(sites, apart, missing)), is_whole=not missing)
+
+
+def _checksums(table: StepTable) -> Checksums:
+    return table.checksums if len(table.checksums) else checksums.empty(len(table.sites))
+
+
+def _merge_checksums(sums: Checksums, owner: NDArray[np.intp], n: int) -> Checksums:
+    """The checksum of a site over all ranks; none if a rank has none."""
+    merged = checksums.merge(sums, owner, n)
+    merged[owner[sums[:, 1] == 0]] = 0
+    return merged
+
+
+def _drifted(
+    sites: list[Site], owner: NDArray[np.intp], rank: NDArray[np.intp], shards: Integers, sums: Checksums,
+    used: NDArray[np.bool_],
+) -> dict[str, float]:  # fmt: skip
+    """A scalar for each weight and weight gradient whose replicas differ in a bit: the lowest rank that differs from
+    most ranks, or from the lowest one if there is no majority.
+    """
+    replicas: dict[tuple[int, int], dict[int, int]] = {}
+    compared = np.array([site.kind in ("weight", "weight_gradient") for site in sites], bool)
+    for i in np.flatnonzero(used & (sums[:, 1] > 0) & compared[owner] if len(owner) else used):
+        replicas.setdefault((int(owner[i]), int(shards[i, 0])), {})[int(rank[i])] = int(sums[i, 0])
+    drifted: dict[str, float] = {}
+    for (number, _), by_rank in replicas.items():
+        usual, _ = Counter(by_rank[each] for each in sorted(by_rank)).most_common(1)[0]
+        others = [each for each in sorted(by_rank) if by_rank[each] != usual]
+        if others:
+            site = sites[number]
+            drifted.setdefault(f"{site.kind}{REPLICA_DRIFT}{site.name}", float(others[0]))
+    return drifted
 
 
 def _all_sites(by_rank: list[list[Site]]) -> tuple[list[Site], NDArray[np.intp]]:

@@ -20,7 +20,7 @@ from tbhooks.reduction.torch_private import look_up
 
 LIBRARY = Path(__file__).with_name("_kernel.so")
 # Incremented when a row or a bucket changes its meaning: a library left over from another version is not loaded.
-ABI = 3
+ABI = 4
 _CODES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 # Subclasses may wrap other tensors and have no memory of their own.
 _PLAIN = frozenset({Tensor, Parameter})
@@ -48,6 +48,7 @@ def _load(path: Path) -> tuple[ctypes.CDLL | None, str]:
     library.tbhooks_reduce.argtypes = (address, number, number, address, address, number)
     library.tbhooks_reduce_all.argtypes = (address, number, number)
     library.tbhooks_find_alive.argtypes = (address, number, number, number, number, address)
+    library.tbhooks_sum_words.argtypes = (address, number, number, address, number)
     library.tbhooks_use.argtypes = (address,)
     library.tbhooks_use.restype = None
     library.tbhooks_use(_threads_of_torch())
@@ -135,3 +136,19 @@ def find_alive(numbers: Tensor, unit_dimension: int, alive: Tensor) -> None:
     library.tbhooks_find_alive(
         numbers.data_ptr(), _CODES[numbers.dtype], outer, shape[unit_dimension], inner, alive.data_ptr()
     )
+
+
+def can_sum(words: Tensor) -> bool:
+    """Whether the kernel can add up these integers."""
+    return (
+        library is not None and type(words) is Tensor and words.is_cpu and words.is_contiguous() and _has_memory(words)
+    )
+
+
+def sum_words(words: Tensor) -> Tensor:
+    """The sum of integers for which `can_sum` is true, and that of their squares, modulo 2**64."""
+    assert library is not None
+    with torch.inference_mode(False):
+        sums = torch.empty(2, dtype=torch.int64, device="cpu")
+    library.tbhooks_sum_words(words.data_ptr(), words.numel(), words.itemsize, sums.data_ptr(), torch.get_num_threads())
+    return sums

@@ -37,6 +37,13 @@ def has_no_data(tensor: Tensor) -> bool:
     )
 
 
+def storage_is_freed(tensor: Tensor) -> bool:
+    """Whether its memory was freed, as FSDP does with gathered weights: reading it would crash the process."""
+    if not tensor.numel() or tensor.layout is not torch.strided or not has_storage(tensor):
+        return False
+    return tensor.untyped_storage().nbytes() == 0
+
+
 def is_ordinary(tensor: Tensor) -> bool:
     """Whether every torch operation supports its class and its type."""
     return type(tensor) in (Tensor, Parameter) and tensor.dtype in ORDINARY

@@ -253,6 +253,44 @@ def table_bytes(tensors: int) -> int:
     return (MANY_PROGRAMS + tensors) * COLUMNS * 8
 
 
+WORDS = {torch.int32: "int32", torch.int16: "int16"}
+_sums_words: set[torch.device] = set()
+
+
+def takes_words(words: Tensor) -> bool:
+    """Whether `sum_words` takes these integers: of float32 or half precision, on a GPU that was prepared for them."""
+    return words.device in _sums_words and words.dtype in WORDS and words.numel() > 0 and not failure
+
+
+def prepare_words(tensor: Tensor) -> None:
+    """Compiles `sum_words` for the device of a tensor, if its other kernels are ready. If that fails, torch operations
+    serve.
+    """
+    device = tensor.device
+    if not is_on_gpu(tensor) or not is_ready(device) or device in _sums_words:
+        return
+    try:
+        for dtype in WORDS:
+            sum_words(torch.zeros(1, dtype=dtype, device=device))
+    except Exception as problem:
+        logger.info("Checksums on %s are computed with torch operations: %s", device, problem)
+        return
+    _sums_words.add(device)
+
+
+def sum_words(words: Tensor) -> Tensor:
+    """The sum of integers and that of their squares, modulo 2**64, in two launches."""
+    kernels = _load()
+    each, programs = _shares(_stretches(words), 1)
+    sums = torch.zeros(2, dtype=torch.int64, device=words.device)
+    with _current(words.device):
+        kernels.sum_words[(programs,)](
+            words.data_ptr(), words.numel(), each, sums.data_ptr(), WORD=getattr(kernels.tl, WORDS[words.dtype]),
+            STRETCH=STRETCH,
+        )  # fmt: skip
+    return sums
+
+
 def _launch(dtype: torch.dtype, programs: int, *integers: int) -> None:
     """Launches on the current stream. If that fails, this tensor is lost, and torch operations serve from then on."""
     global failure  # noqa: PLW0603 - of the process, as Triton's compiler is

@@ -256,3 +256,21 @@ def merge_rows(slots: tl.int64, PROGRAMS: tl.constexpr):  # noqa: N803
     tl.store(row + ROW_NANS, nans)
     tl.store(row + ROW_INFS, infs)
     tl.store(row + ROW_BASE, 0.0)
+
+
+@triton.jit(do_not_specialize=["address", "size", "each", "out"])
+def sum_words(
+    address: tl.int64, size: tl.int64, each: tl.int64, out: tl.int64, WORD: tl.constexpr, STRETCH: tl.constexpr,  # noqa: N803
+):  # fmt: skip
+    """Adds integers and their squares to the two sums at `out`, modulo 2**64, so that any order gives the same."""
+    first = tl.program_id(0).to(tl.int64) * each
+    total = tl.zeros((), tl.int64)
+    squares = tl.zeros((), tl.int64)
+    for i in range(each):
+        place = (first + i) * STRETCH + tl.arange(0, STRETCH)
+        word = tl.load(address.to(tl.pointer_type(WORD)) + place, mask=place < size, other=0).to(tl.int64)
+        total += tl.sum(word)
+        squares += tl.sum(word * word)
+    sums = out.to(tl.pointer_type(tl.int64))
+    tl.atomic_add(sums, total, sem="relaxed")
+    tl.atomic_add(sums + 1, squares, sem="relaxed")

@@ -22,7 +22,7 @@ from tbhooks.rules.engine import RuleEngine
 from tbhooks.rules.gradients import exploding_gradient, update_ratio, vanishing_gradient
 from tbhooks.rules.losses import divergence, loss_spike
 from tbhooks.rules.numerics import ASKED_FORMATS, low_precision, non_finite
-from tbhooks.rules.ranks import sick_rank
+from tbhooks.rules.ranks import replica_drift, sick_rank
 from tbhooks.rules.rule import Rule, ShippedRule
 from tbhooks.rules.training import evaluation_mode, missing_gradient, unchanged_weight
 
@@ -42,6 +42,7 @@ SHIPPED = (
     attention_collapse,
     bad_init,
     sick_rank,
+    replica_drift,
     evaluation_mode,
     divergence,
 )
@@ -94,6 +95,6 @@ def _asked(rule: Any) -> Rule:
 __all__ = [
     "RULES", "SHIPPED", "Rule", "RuleEngine", "attention_collapse", "bad_init", "choose", "collapsed_variance",
     "dead_units", "divergence", "evaluation_mode", "exploding_activation", "exploding_gradient", "loss_spike",
-    "low_precision", "missing_gradient", "non_finite", "saturated", "sick_rank", "unchanged_weight", "update_ratio",
-    "vanishing_gradient",
+    "low_precision", "missing_gradient", "non_finite", "replica_drift", "saturated", "sick_rank",
+    "unchanged_weight", "update_ratio", "vanishing_gradient",
 ]  # fmt: skip

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from tbhooks.data.frame import Frame, Site
+from tbhooks.data.frame import REPLICA_DRIFT, Frame, Site
 from tbhooks.data.stats import INFS, NANS
 from tbhooks.rules.rule import RuleHit, describe, rule
 from tbhooks.rules.rule import times as times_text
@@ -45,6 +45,53 @@ def sick_rank(view: RunView, *, times: float = 10.0, frames: int = 2) -> Iterato
             since=view.step(frames - 1),
             others=len(sites) - 1,
         )
+
+
+@rule
+def replica_drift(view: RunView) -> Iterator[RuleHit]:
+    """A parameter is not the same on all ranks that should hold equal copies: its weight, or its gradient after DDP has
+    averaged it, differs in at least one bit.
+
+    Needs `ranks="merge"` and `Watch.checksums()`. A copy that was equal before counts at once. Parameters that differ
+    since the first logged step count only if they are at most half of all: tensors of the same name that are split by
+    hand are no copies.
+    """
+    for kind in ("weight", "weight_gradient"):
+        drifted = _drifted(view.frame, kind)
+        sites = [site for site in view.sites(kind) if site.name in drifted]
+        if len(sites) > len(view.sites(kind)) / 2:
+            sites = [site for site in sites if any(_was_equal(frame, site) for frame in view.frames[:-1])]
+        if sites:
+            rank = drifted[sites[0].name]
+            yield RuleHit(
+                sites[0],
+                f"Rank {rank}: the bits of {describe(sites[0])} are not those of the other ranks",
+                _remedy(view.frame, kind),
+                "error",
+                {"rank": rank},
+                others=len(sites) - 1,
+            )
+            return
+
+
+def _drifted(frame: Frame, kind: str) -> dict[str, int]:
+    """The ranks that differ, by parameter."""
+    start = kind + REPLICA_DRIFT
+    return {tag.removeprefix(start): int(rank) for tag, rank in frame.scalars.items() if tag.startswith(start)}
+
+
+def _was_equal(frame: Frame, site: Site) -> bool:
+    known = (site.name, site.kind) in frame and frame[site.name, site.kind].checksum is not None
+    return known and f"{site.kind}{REPLICA_DRIFT}{site.name}" not in frame.scalars
+
+
+def _remedy(frame: Frame, kind: str) -> str:
+    if kind == "weight" and not _drifted(frame, "weight_gradient"):
+        return (
+            "The gradients are equal, so the copy itself has changed: inspect the memory of that device, and code "
+            "that writes to weights on one rank. Copy the weights of a good rank, or resume from a checkpoint"
+        )
+    return "Check that DDP averages all gradients (no_sync(), parameters changed after DDP was made), and the device"
 
 
 def _outliers(frame: Frame, times: float) -> dict[Site, tuple[int, float]]:

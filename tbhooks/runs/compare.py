@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from tbhooks.data.grids import is_of_site
 from tbhooks.data.roles import pattern
 from tbhooks.data.stats import Floats
+from tbhooks.runs.bit_comparison import BitComparison, compare_bits
 from tbhooks.runs.report_data import own_scalars, run_grids
 from tbhooks.runs.run import Run
 
@@ -55,6 +56,8 @@ class Comparison:
     only_second: tuple[str, ...]
     common: int = 0
     """How many values both runs have."""
+    bits: BitComparison | None = None
+    """The first bit that differs, if both runs have checksums."""
 
     @property
     def are_unrelated(self) -> bool:
@@ -82,7 +85,7 @@ def compare(first: Run, second: Run) -> Comparison:
         tuple(difference.what for difference in parted if difference.parted == start),
         tuple(sorted(parted, key=lambda difference: (is_of_site(difference.what), -difference.effect))),
         tuple(what for what in one if what not in two), tuple(what for what in two if what not in one),
-        sum(map(is_of_site, both)),
+        sum(map(is_of_site, both)), compare_bits(first, second),
     )  # fmt: skip
 
 

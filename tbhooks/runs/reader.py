@@ -15,8 +15,11 @@ from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 from tensorboard.compat.proto import summary_pb2
 
+from tbhooks.data import checksums
+from tbhooks.data.artifacts import ENVIRONMENT
 from tbhooks.data.artifacts.flights import FLIGHT
 from tbhooks.data.artifacts.samples import NO_SAMPLES, Samples
+from tbhooks.data.checksums import Checksums
 from tbhooks.data.errors import TbhooksError
 from tbhooks.data.frame import CHANNEL, EVALUATION, SAMPLED, Finding, Frame, Site
 from tbhooks.data.stats import WIDTH, Floats
@@ -30,6 +33,7 @@ from tbhooks.runs.stored_frames import (
     PackedCounts,
     StoredFrame,
     belongs_to_other_plugin,
+    checksums_of,
     has_layout,
     recorded_sites,
     rows_of,
@@ -46,6 +50,8 @@ _MAX_PROBLEMS = 50
 # The groups of scalars that belong to a frame, unless the user chose another group in `Watch.log`.
 _FRAME_GROUPS = ("train/", "train.")
 
+_ENVIRONMENT_TAG = f"{ENVIRONMENT}/text_summary"
+
 FrameKey = tuple[int, bool]
 """The step, and whether the frame is an evaluation."""
 
@@ -58,6 +64,7 @@ class _Step:
     file: str = ""
     rows: dict[str, tuple[Layout, Floats]] = field(default_factory=dict)
     counts: dict[str, PackedCounts] = field(default_factory=dict)
+    checksums: dict[str, Checksums] = field(default_factory=dict)
     findings: tuple[Finding, ...] = ()
     scalars: dict[str, float] = field(default_factory=dict)
     samples: Samples = NO_SAMPLES
@@ -114,6 +121,8 @@ class RunReader:
 
     def __init__(self) -> None:
         self.problems: list[str] = []
+        self.environment: dict[str, str] = {}
+        """What `Watch.environment` wrote."""
         self._scalars = ScalarLog()
         self._steps: dict[FrameKey, _Step] = {}
         self._json_frames: dict[FrameKey, Frame] = {}
@@ -210,6 +219,13 @@ class RunReader:
         if value.tag in (flight_codec.DATA_TAG, flight_codec.LEFT_OUT_TAG):
             self._flights.add(value.tag, b"".join(value.tensor.string_val[:1]))
             return []
+        if value.tag == _ENVIRONMENT_TAG:
+            self.environment = _table_of(b"".join(value.tensor.string_val[:1]))
+            return []
+        return self._add_part(frame, value)
+
+    def _add_part(self, frame: _Step, value: summary_pb2.Summary.Value) -> list[str]:
+        """Adds the rows, bucket counts or checksums of one kind."""
         if has_layout(value):
             self._layouts[value.tag] = Layout.read(value.metadata)
         layout = self._layouts.get(value.tag)
@@ -219,7 +235,9 @@ class RunReader:
             if value.tag.startswith("tbhooks/") and not belongs_to_other_plugin(value):
                 raise ValueError("unknown tag (no metadata)")
             return []
-        if layout.buckets:
+        if layout.checksums:
+            frame.checksums[layout.kind] = checksums_of(value, layout)
+        elif layout.buckets:
             counts = PackedCounts.of(value, layout)
             self._bytes_to_check -= counts.unpacked_size
             if self._bytes_to_check > 0:
@@ -306,7 +324,7 @@ class RunReader:
             number, step.time, 0, self._sites_of(list(chosen.values())),
             np.concatenate(values) if values else np.zeros((0, WIDTH)),
             np.zeros((sum(map(len, values)), 0), dtype=np.int64), step.findings, step.scalars,
-            samples=step.samples,
+            samples=step.samples, checksums=_checksums(step, chosen),
         )  # fmt: skip
         counts = {kind: packed for kind, packed in step.counts.items() if kind in chosen}
         fitting = {kind: packed for kind, packed in counts.items() if packed.sites == len(chosen[kind][0].sites)}
@@ -321,6 +339,23 @@ class RunReader:
         if key not in self._sites:
             self._sites[key] = tuple(layout.sites[i] for layout, recorded in chosen for i in recorded)
         return self._sites[key]
+
+
+def _table_of(content: bytes) -> dict[str, str]:
+    """The rows of a markdown table with two columns, without its header."""
+    rows = [line.strip("| ").split(" | ") for line in content.decode(errors="replace").splitlines()[2:]]
+    return {row[0]: row[1] for row in rows if len(row) == 2}
+
+
+def _checksums(step: _Step, chosen: dict[str, tuple[Layout, NDArray[np.intp]]]) -> Checksums:
+    """Those of the sites of a frame; none if there are none at all."""
+    if not step.checksums:
+        return checksums.empty(0)
+    parts = []
+    for kind, (layout, recorded) in chosen.items():
+        known = step.checksums.get(kind, checksums.empty(0))
+        parts.append(known[recorded] if len(known) == len(layout.sites) else checksums.empty(len(recorded)))
+    return np.concatenate([checksums.empty(0), *parts])
 
 
 def starts_with_frame(path: Path) -> bool:

@@ -50,6 +50,8 @@ class Run:
     """The dumps of the flight recorder, oldest first, of all ranks."""
     flights_left_out: list[str] = field(default_factory=list)
     """Step and reason of the dumps that were not made, because there were too many."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Versions, devices and the model, if `Watch.environment` or `Watch.checksums` was called."""
 
     @property
     def training(self) -> list[Frame]:
@@ -112,7 +114,15 @@ def read(directory: str | Path, progress: Progress | None = None) -> Run:
     frames, scalars, channels = reader.contents()
     flights = reader.flights.with_files(where, reader.report)
     return Run(
-        where, frames, first_of_each(frames), scalars, reader.problems, channels, flights, reader.flights.left_out
+        where,
+        frames,
+        first_of_each(frames),
+        scalars,
+        reader.problems,
+        channels,
+        flights,
+        reader.flights.left_out,
+        reader.environment,
     )
 
 

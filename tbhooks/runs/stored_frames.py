@@ -18,9 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 from tensorboard.compat.proto import summary_pb2, types_pb2
 
+from tbhooks.data import checksums
+from tbhooks.data.checksums import Checksums
 from tbhooks.data.frame import Frame, Site
 from tbhooks.data.stats import BUCKETS, COUNT, INFS, NANS, ZEROS, Counts, Floats
-from tbhooks.sinks.tensorboard import COLUMNS_OF_VERSION, PLUGIN, STORED_COLUMNS, decode_values
+from tbhooks.sinks.tensorboard import CHECKSUMS, COLUMNS_OF_VERSION, PLUGIN, STORED_COLUMNS, decode_values
 
 LONGEST_NAME = 1 << 16
 _NPY_HEADER = re.compile(
@@ -41,6 +43,8 @@ class Layout:
     buckets: bool
     sampled: Mapping[str, float] = field(default_factory=dict)
     """The sites that are estimates from a sample, by name, and the fraction of the elements that was read."""
+    checksums: bool = False
+    """Whether the tensor has checksums, and not rows or bucket counts."""
 
     @classmethod
     def read(cls, metadata: summary_pb2.SummaryMetadata) -> Layout:
@@ -50,13 +54,14 @@ class Layout:
             if content["version"] not in COLUMNS_OF_VERSION:
                 raise ValueError(f"format version {content['version']!r} is unknown to this version of tbhooks")
             kind, buckets = content["kind"], "encoding" in content
-            if not buckets and tuple(content["columns"]) != COLUMNS_OF_VERSION[content["version"]]:
+            of_bits = content.get("part") == CHECKSUMS
+            if not buckets and not of_bits and tuple(content["columns"]) != COLUMNS_OF_VERSION[content["version"]]:
                 raise ValueError("its columns are unknown to this version of tbhooks")
             sites = tuple(Site(_name(path), _name(kind), _name(index)) for path, index in content["sites"])
             sampled = {_name(name): float(fraction) for name, fraction in content.get("sampled", {}).items()}
         except (LookupError, TypeError, AttributeError, RecursionError) as problem:
             raise ValueError(f"its metadata is invalid: {problem!r}") from problem
-        return cls(kind, sites, buckets, sampled)
+        return cls(kind, sites, buckets, sampled, of_bits)
 
 
 def _name(text: object) -> str:
@@ -90,6 +95,11 @@ def rows_of(value: summary_pb2.Summary.Value, layout: Layout) -> Floats:
         raise ValueError(f"a tensor of shape {list(shape)} and {len(content)} bytes, expected {wanted}")
     with np.errstate(all="ignore"):
         return decode_values(np.frombuffer(content, "<f4").reshape(shape))
+
+
+def checksums_of(value: summary_pb2.Summary.Value, layout: Layout) -> Checksums:
+    """The checksums of all sites of the layout; raises ValueError if there are not as many."""
+    return checksums.decode(b"".join(value.tensor.string_val[:1]), len(layout.sites))
 
 
 def is_shape_of_rows(shape: tuple[int, ...], sites: int) -> bool:

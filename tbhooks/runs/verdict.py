@@ -37,6 +37,7 @@ TITLES: Mapping[str, str] = {
     "vanishing_gradient": "vanishing gradients",
     "missing_gradient": "missing gradient",
     "unchanged_weight": "unchanged weights",
+    "replica_drift": "replicas that drift apart",
     "sick_rank": "deviating rank",
     "non_finite": "NaN or infinity",
 }

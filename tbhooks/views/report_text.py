@@ -17,6 +17,7 @@ from tbhooks.data.self_report import listed
 from tbhooks.drawing.names import shorten_all
 from tbhooks.drawing.text import number, printable, trend
 from tbhooks.runs import Run, report_data
+from tbhooks.runs.bit_comparison import BitComparison
 from tbhooks.runs.compare import MOST_SHOWN, Comparison
 from tbhooks.runs.report_data import Grid, own_scalars, run_grids
 from tbhooks.views.notebook import findings
@@ -183,6 +184,7 @@ def comparison_report(comparison: Comparison) -> list[Section]:
         ))  # fmt: skip
     if not comparison.common_steps:
         return [*sections, Section("the runs have no logged step in common: nothing to compare")]
+    sections += _bits(comparison.bits)
     if comparison.parted is None:
         sections.append(Section("no difference above 10% beyond the step-to-step noise"))
     else:
@@ -199,6 +201,33 @@ def comparison_report(comparison: Comparison) -> list[Section]:
         sections.append(Section("differences", header, rows, more))
     sections += _only("1", comparison.only_first) + _only("2", comparison.only_second)
     return sections
+
+
+def _bits(bits: BitComparison | None) -> list[Section]:
+    """The first bit that differs, and what can be concluded from it."""
+    if bits is None:
+        return []
+    notes = []
+    if bits.step is None or bits.site is None:
+        title = f"bits: all checksums are equal in {bits.steps} logged steps"
+    else:
+        title = f"bits: the first difference is at step {bits.step}, in {printable(str(bits.site))}"
+        kinds = ", ".join(f"{count} {kind}" for kind, count in bits.kinds.items())
+        notes.append(f"tensors that differ in that step: {kinds}")
+        if bits.last_equal is not None:
+            notes.append(f"all are equal up to step {bits.last_equal}, the logged step before it")
+    for name, (one, two) in list(bits.other_types.items())[:1]:
+        more = f" and {len(bits.other_types) - 1} others" if len(bits.other_types) > 1 else ""
+        notes.append(f"not compared, because the type is another: {printable(name)} ({one}, {two}){more}")
+    for name, (one, two) in bits.environments.items():
+        notes.append(f"{name}: {printable(one)} in run 1, {printable(two)} in run 2")
+    if bits.environments:
+        notes.append(
+            "another version, device or number of threads may round differently: then a difference is no error"
+        )
+    if not bits.is_environment_known:
+        notes.append("versions and devices are not known: the runs have no description of their environment")
+    return [Section(title, notes=notes)]
 
 
 def _share(share: float) -> str:

@@ -803,3 +803,25 @@ def flights(rank: int, fails: bool) -> Any:
     w.close()
     found = [] if rank else [(each.rank, each.reason) for each in tbhooks.runs.read("run").flights]
     return found, w.stats.errors, w.stats.messages
+
+
+def flipped_bit(rank: int, wrap: str, at: int | None, steps: int = 5) -> Any:
+    """One bit of one weight flips on the last rank before step `at`. Returns what the first rank has found."""
+    world, model = distributed.get_world_size(), make_model()
+    called = WRAPS[wrap](model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    w = tbhooks.watch(called, "run" if rank == 0 else None, every=1, ranks="merge", rules="replica_drift")
+    w.flight_recorder(steps=16).checksums()
+    for step in range(steps):
+        if step == at and rank == world - 1:
+            weight = model.down.weight.detach()
+            getattr(weight, "to_local", lambda: weight)().view(torch.int64)[0, 0] ^= 1
+        loss = loss_of(called(batch(step, batch_of(rank, wrap, world))))
+        w.samples(loss, ids=[100 * step + rank])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    w.close()
+    found = [(each.step, each.site.path if each.site else "", each.evidence["rank"]) for each in w.findings]
+    flights = [] if rank else [flight.reason for flight in tbhooks.runs.read("run").flights if flight.rank == 0]
+    return found, flights, [each.message for each in w.findings], w.stats.errors, w.stats.messages

@@ -118,3 +118,15 @@ def gradient_norm(parameters: Iterable[torch.Tensor]) -> float:
     """The 2-norm of all gradients of these parameters together."""
     grads = [to_numpy(p.grad).ravel() for p in parameters if p.grad is not None]
     return float(np.linalg.norm(np.concatenate(grads)))
+
+
+def checksum(*tensors: torch.Tensor) -> int:
+    """The checksum of the bits of these tensors together, in integers of any size."""
+    words = [
+        int.from_bytes(content[i : i + tensor.itemsize], "little", signed=True)
+        for tensor in tensors
+        for content in [tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()]
+        for i in range(0, len(content), tensor.itemsize)
+    ]
+    squares, sums = sum(word * word for word in words), sum(words)
+    return (0x9E3779B97F4A7C16 * squares + 0xD1B54A32D192ED03 * sums + 0x8CB92BA72F3D8DD7 * len(words)) % 2**64

@@ -55,6 +55,7 @@ class Buffer:
         self.order = StreamOrder(device)
         self.scratch = triton.Scratch(device, self.order.made)
         self._attached: list[Tensor] = []
+        self._attached_bytes = 0
         self._grow(max(capacity, FEWEST))
 
     def take(self) -> int | None:
@@ -83,12 +84,16 @@ class Buffer:
         row = self._address + record * self.record_bytes
         return row, row + self.row_bytes if self.with_buckets else NULL
 
-    def attach(self, number: int, tensor: Tensor) -> Attached:
-        """Copies a tensor as it is now to the host with the records. `number` is that of this buffer."""
+    def attach(self, number: int, tensor: Tensor, is_own: bool = False) -> Attached:
+        """Copies a tensor as it is now to the host with the records. `number` is that of this buffer. With `is_own`
+        nothing else will change the tensor.
+        """
         with torch.inference_mode(False), torch.no_grad():
             readable = tensor.detach() if tensor.dtype in IN_NUMPY else tensor.detach().float()
-            content = readable.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
-        start = sum(len(earlier) for earlier in self._attached)
+            content = readable if is_own else readable.clone(memory_format=torch.contiguous_format)
+            content = content.reshape(-1).view(torch.uint8)
+        start = self._attached_bytes
+        self._attached_bytes += len(content)
         self._attached.append(content)
         return Attached(number, start, len(content), IN_NUMPY[readable.dtype], tuple(tensor.shape))
 
@@ -107,7 +112,7 @@ class Buffer:
         parts = self.unfinished.packed()
         if not parts and not self._attached:
             return (packed[0] if len(packed) == 1 else torch.cat(packed)), 0, 0
-        sizes = sum(map(len, parts)), sum(map(len, self._attached))
+        sizes = sum(map(len, parts)), self._attached_bytes
         return torch.cat([*(chunk.view(-1) for chunk in packed), *parts, *self._attached]), *sizes
 
     def reset(self) -> None:
@@ -121,7 +126,7 @@ class Buffer:
         self.used, self.overflowed = 0, False
         self.unfinished.forget()
         self.scratch.forget()
-        self._attached = []
+        self._attached, self._attached_bytes = [], 0
         self.order.made()
 
     def _grow(self, records: int) -> None:

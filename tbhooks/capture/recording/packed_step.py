@@ -228,6 +228,7 @@ class PackedStep:
         return Frame(
             self.step, self.time, self.rank, tuple(sites[i] for i in shown), values[shown], counts[shown],
             scalars=scalars, spreads=merged.spreads[shown],
+            checksums=merged.table.checksums[shown] if len(merged.table.checksums) else merged.table.checksums,
         )  # fmt: skip
 
     def _records(self, position: dict[int, int]) -> tuple[NDArray[np.intp], list[tuple[int, int]]]:

@@ -19,6 +19,7 @@ from tbhooks.capture import sharded_tensors
 from tbhooks.capture.recording import reducers
 from tbhooks.capture.recording.device_buffer import Buffer, copy_out
 from tbhooks.capture.recording.packed_step import ArtifactBuilder, Attached, PackedStep, Scalars, Span, TablePart
+from tbhooks.capture.scalars.checksums import StepChecksums
 from tbhooks.capture.scalars.metrics import StepMetrics
 from tbhooks.data import stats
 from tbhooks.data.frame import Site
@@ -32,14 +33,6 @@ MOST_COUNT = 2**31 - 1
 NO_SITE = -1
 # Kinds that another one needs: an update is compared with its weight.
 READ_FOR = {"weight": "update"}
-
-
-def storage_is_freed(tensor: Tensor) -> bool:
-    """Whether its memory was freed, as FSDP does with gathered weights: reading it would crash the process."""
-    if not tensor.numel() or tensor.layout is not torch.strided or not torch_rows.has_storage(tensor):
-        return False
-    return tensor.untyped_storage().nbytes() == 0
-
 
 Wanted = tuple[int, Tensor, Address, Address]
 """A site, a tensor the kernel can read, the address of a copy to write, and that of a tensor to subtract (or NULL)."""
@@ -82,6 +75,7 @@ class Recorder:
         self._parts: list[TablePart] = []
         self.metrics: StepMetrics | None = None
         """The metrics of the user, which readers call with the tensors they record."""
+        self.checksums: StepChecksums | None = None
 
     def wants(self, *kinds: str) -> bool:
         """Whether any of these kinds was asked for."""
@@ -111,8 +105,9 @@ class Recorder:
         with self._lock:
             self.calls, self._scalars, self._earlier, self._artifact_builders = [], {}, {}, []
             self._owners, self._sampled, self._parts = {}, {}, []
-            if self.metrics is not None:
-                self.metrics.forget()
+            for of_step in (self.metrics, self.checksums):
+                if of_step is not None:
+                    of_step.forget()
             for buffer in self._buffers:
                 buffer.reset()
 
@@ -129,16 +124,22 @@ class Recorder:
             else:
                 span = self._record_any(site, tensor, scale)
             if span is not None:
+                if self.checksums is not None:
+                    self._read_bits(span, tensor)
                 if owner is not None:
                     self._owners[len(self.calls)] = owner
                 self.calls.append((site, span))
         return span
 
+    def _read_bits(self, span: Span, tensor: Tensor | None) -> None:
+        if self.checksums is not None and tensor is not None:
+            self.checksums.read(span, tensor, partial(self.attach, is_own=True))
+
     def _record_any(self, site: int, tensor: Tensor, scale: Tensor | None) -> Span | None:
         local = sharded_tensors.local_tensor(tensor)
         if sharded_tensors.is_dtensor(tensor):
             self.shards.setdefault(self.sites[site], sharded_tensors.shard_index(tensor))
-        if local is None or storage_is_freed(local):
+        if local is None or torch_rows.storage_is_freed(local):
             return None
         if scale is None and can_be_one_of_many(local):
             return self._record_one(local)
@@ -167,6 +168,8 @@ class Recorder:
                 jobs.append(cpu.job(tensor, *buffer.addresses(record), minus, copy))
                 self.calls.append((site, (number, record, record + 1)))
             cpu.reduce_all(jobs)
+            for (_, tensor, _, _), (_, span) in zip(wanted, self.calls[len(self.calls) - len(jobs) :], strict=False):
+                self._read_bits(span, tensor)
         return len(jobs) == len(wanted)
 
     def record_together(self, wanted: Sequence[batched.Wanted]) -> None:
@@ -185,7 +188,9 @@ class Recorder:
                 buffer.unfinished.hold(block, batched.reduce(made, buffer.row_type))
                 if buffer.with_buckets:
                     batched.count(made, [buffer.counts(record) for record in records])
-                self.calls += [(want[0], (number, i, i + 1)) for want, i in zip(group, records, strict=True)]
+                for (site, tensor, _, _), record in zip(group, records, strict=True):
+                    self.calls.append((site, (number, record, record + 1)))
+                    self._read_bits((number, record, record + 1), tensor)
 
     def _record_by_triton(self, wanted: Sequence[batched.Wanted]) -> list[batched.Wanted]:
         """Reduces those that Triton can, in one launch for each type on a device. Returns the others."""
@@ -202,6 +207,7 @@ class Recorder:
                 break
             jobs.setdefault(number, []).append(reducers.triton_job(tensor, before, scale, buffer.addresses(record)))
             self.calls.append((site, (number, record, record + 1)))
+            self._read_bits((number, record, record + 1), tensor)
         for number, of_device in jobs.items():
             self._buffers[number].scratch.reduce_all(of_device)
         return others
@@ -222,6 +228,7 @@ class Recorder:
                 span = self._record_dense(torch_rows.difference(one, other), None)
                 if span is not None:
                     self.calls.append((site, span))
+                    self._read_bits(span, one if whole is None else None)
             if whole is not None:
                 self._sampled[self.sites[site]] = whole
 
@@ -287,11 +294,11 @@ class Recorder:
                 for column, tag in enumerate(tags[start : start + stats.WIDTH]):
                     self._scalars[tag] = (number, record, column)
 
-    def attach(self, tensor: Tensor) -> Attached:
-        """Copies a tensor as it is now to the host with the step, for an artifact."""
+    def attach(self, tensor: Tensor, is_own: bool = False) -> Attached:
+        """Copies a tensor as it is now to the host with the step. With `is_own` nothing else will change it."""
         with self._lock:
             number, buffer = self._buffer(tensor)
-            return buffer.attach(number, tensor)
+            return buffer.attach(number, tensor, is_own)
 
     def artifact(self, make: ArtifactBuilder) -> None:
         """Adds what makes artifacts of the step, in the background after the copy."""
@@ -323,8 +330,8 @@ class Recorder:
         """Starts the copy of the step to the host, and begins an empty one."""
         with self._lock:
             of_metrics = None if self.metrics is None else self.metrics.part(self.attach)
-            if of_metrics is not None:
-                self._parts.append(of_metrics)
+            of_bits = None if self.checksums is None else self.checksums.part(self.sites, self.calls)
+            self._parts += [part for part in (of_metrics, of_bits) if part is not None]
             copies = {i: copy_out(buffer) for i, buffer in enumerate(self._buffers) if not buffer.is_empty}
             packed = PackedStep(
                 step, time.time(), rank, self.sites[:], self._shown, self.with_buckets,

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from tbhooks.data import stats
+from tbhooks.data import checksums, stats
 from tbhooks.data.artifacts.samples import NO_SAMPLES, Samples
+from tbhooks.data.checksums import Checksums
 from tbhooks.data.frame import Site
 from tbhooks.data.stats import Counts, Floats
 
@@ -46,6 +47,8 @@ class StepTable:
     """How scalars of metrics are merged over ranks, by the part of their tags before the slash: "mean", "max", ..."""
     samples: Samples = NO_SAMPLES
     """The samples that the user has shown."""
+    checksums: Checksums = field(default_factory=lambda: checksums.empty(0))
+    """Of each site, or empty if there are none."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -32,22 +32,22 @@ class Evaluation:
         self._is_enabled = False
         self._submit = submit
         self._report = report
-        self._recorder = Recorder([kind for kind in kinds if kind in KINDS], EVALUATION)
-        self._recorder.begin(with_buckets)
+        self.recorder = Recorder([kind for kind in kinds if kind in KINDS], EVALUATION)
+        self.recorder.begin(with_buckets)
 
     def enable(self) -> None:
         """From now on evaluation passes are recorded, separately from training."""
         if not self._is_enabled:
             self._is_enabled = True
-            self._observer.read_evaluations(self._recorder)
+            self._observer.read_evaluations(self.recorder)
             self._forwards.subscribe(self._forward_begins, in_graph=True)
 
     def finish(self) -> None:
         """Submits everything that was read since the last training forward."""
-        if self._recorder.overflowed:
+        if self.recorder.overflowed:
             self._report.log_once("an evaluation made more calls than its buffer holds; the last ones are left out")
-        if self._recorder.has_something:
-            self._submit(self._recorder)
+        if self.recorder.has_something:
+            self._submit(self.recorder)
 
     def _forward_begins(self, model: nn.Module, _count: object) -> None:
         if not model.training:

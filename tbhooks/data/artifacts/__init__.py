@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from tbhooks.data.artifacts.flights import Flight
 from tbhooks.data.stats import Counts, Floats
 
+ENVIRONMENT = "tbhooks/environment"
+"""The tag of the text about versions, devices and the model."""
 Pixels = NDArray[np.uint8]
 """[height, width, 3], or [n, height, width, 3]."""
 

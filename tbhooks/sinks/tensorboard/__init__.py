@@ -24,6 +24,7 @@ from tbhooks.sinks.tensorboard import artifacts, protobuf, samples
 from tbhooks.sinks.tensorboard.event_files import event_file, fast_crc, sender
 from tbhooks.sinks.tensorboard.findings import FindingWriter
 from tbhooks.sinks.tensorboard.frame_tensors import (
+    CHECKSUMS,
     COLUMNS_OF_VERSION,
     PLUGIN,
     STORED_COLUMNS,
@@ -38,8 +39,8 @@ from tbhooks.sinks.tensorboard.histograms import SiteHistograms
 from tbhooks.sinks.tensorboard.scalars import SiteScalars, Template, scalar_table
 
 __all__ = [
-    "COLUMNS_OF_VERSION", "PLUGIN", "STORED_COLUMNS", "VERSION", "TensorBoardSink", "decode_counts", "decode_values",
-    "encode_counts", "encode_values", "record_writer", "scalar_table",
+    "CHECKSUMS", "COLUMNS_OF_VERSION", "PLUGIN", "STORED_COLUMNS", "VERSION", "TensorBoardSink", "decode_counts",
+    "decode_values", "encode_counts", "encode_values", "record_writer", "scalar_table",
 ]  # fmt: skip
 
 # A loop alternates between a few lists of sites: training, evaluation, with and without some branch.

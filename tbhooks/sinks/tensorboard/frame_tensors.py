@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tensorboard.compat.proto import summary_pb2, tensor_pb2, tensor_shape_pb2, types_pb2
 
-from tbhooks.data import stats
+from tbhooks.data import checksums, stats
 from tbhooks.data.artifacts import Artifact, Channels
 from tbhooks.data.frame import CHANNEL, SAMPLED, Frame, Site
 from tbhooks.data.stats import BASE, M2, M3, M4, STATS, Counts, Floats
@@ -33,6 +33,8 @@ STORED_COLUMNS = (
 )  # fmt: skip
 COLUMNS_OF_VERSION = {1: STORED_COLUMNS[:9], VERSION: STORED_COLUMNS}
 """The columns of every version that can be read."""
+CHECKSUMS = ".checksums"
+"""In the tag of the tensor with the checksums of a kind."""
 
 
 class Layout:
@@ -74,6 +76,10 @@ class Layout:
             counts = np.zeros((len(self._position), stats.BUCKETS), dtype=_smallest(taken))
             counts[positions] = taken
             self._add_tensor(summary, ".buckets", encode_counts(counts))
+        if len(frame.checksums):
+            made = checksums.empty(len(self._position))
+            made[positions] = frame.checksums[rows]
+            self._add_tensor(summary, CHECKSUMS, strings([checksums.encode(made)]))
 
     def _add_tensor(self, summary: summary_pb2.Summary, what: str, tensor: tensor_pb2.TensorProto) -> None:
         suffix = "" if self._generation == 1 else f".{self._generation}"
@@ -87,7 +93,9 @@ class Layout:
         content: dict[str, Any] = {
             "version": VERSION, "kind": self._kind, "sites": [[site.path, site.index] for site in self._position],
         }  # fmt: skip
-        if what:
+        if what == CHECKSUMS:
+            content["part"] = CHECKSUMS
+        elif what:
             content["encoding"] = "zlib of a .npy array [sites, buckets]"
         else:
             content["columns"] = list(STORED_COLUMNS)

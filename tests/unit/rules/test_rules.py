@@ -24,7 +24,7 @@ GOOD, NAN = np.ones(4), np.array([1.0, np.nan, np.nan, np.inf])
 NAMES = [
     "non_finite", "exploding_gradient", "vanishing_gradient", "exploding_activation", "dead_units", "saturated",
     "update_ratio", "unchanged_weight", "missing_gradient", "low_precision", "loss_spike", "collapsed_variance",
-    "attention_collapse", "bad_init", "sick_rank", "evaluation_mode",
+    "attention_collapse", "bad_init", "sick_rank", "replica_drift", "evaluation_mode",
     "divergence",
 ]  # fmt: skip
 
@@ -1109,3 +1109,28 @@ def test_an_unknown_rule_names_the_nearest(wrong: object) -> None:
 def test_what_is_no_rule_is_rejected(wrong: object) -> None:
     with pytest.raises(ArgumentError, match="rule"):
         choose(wrong)
+
+
+# --- replica_drift ---
+
+
+def ranks_frame(step: int, *drifted: str, weights: int = 4, rank: int = 1) -> Frame:
+    """A merged frame with checksums, in which copies of these weights differ."""
+    made = make_frame(step, {Site(f"{i}.weight", "weight"): GOOD for i in range(weights)})
+    scalars = {f"weight.replica_drift/{name}": float(rank) for name in drifted}
+    return replace(made, scalars=scalars, checksums=np.ones((weights, 2), np.uint64))
+
+
+def test_a_copy_that_differs_is_named_with_its_rank() -> None:
+    (finding,) = judged(RULES["replica_drift"], [ranks_frame(0), ranks_frame(10, "2.weight", rank=3)])
+    assert finding.site == Site("2.weight", "weight")
+    assert (finding.severity, finding.step, finding.evidence["rank"]) == ("error", 10, 3)
+    assert "Rank 3: the bits of 2.weight are not those of the other ranks at step 10" in finding.message
+
+
+def test_one_copy_that_differs_from_the_start_is_found_and_tensors_split_by_hand_are_not() -> None:
+    every = [f"{i}.weight" for i in range(4)]
+    assert judged(RULES["replica_drift"], [ranks_frame(0, "0.weight")])
+    assert not judged(RULES["replica_drift"], [ranks_frame(0, *every), ranks_frame(10, *every)])
+    (finding,) = judged(RULES["replica_drift"], [ranks_frame(0), ranks_frame(10, *every)])
+    assert finding.evidence["others"] == 3
