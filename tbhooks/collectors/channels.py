@@ -159,7 +159,7 @@ class ChannelCollector:
             ("weight", name, word) in self._by_forward[None]
             or local is None
             or torch_rows.has_no_data(local)
-            or storage_is_freed(local)
+            or torch_rows.storage_is_freed(local)
         ):
             return
         if heads is None:
