@@ -54,7 +54,7 @@ def replica_drift(view: RunView) -> Iterator[RuleHit]:
 
     Needs `ranks="merge"` and `Watch.checksums()`. A copy that was equal before counts at once. Parameters that differ
     since the first logged step count only if they are at most half of all: tensors of the same name that are split by
-    hand are no copies.
+    hand are no copies. Try to inspect the memory of that device, and whether DDP averages all gradients.
     """
     for kind in ("weight", "weight_gradient"):
         drifted = _drifted(view.frame, kind)
