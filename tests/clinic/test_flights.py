@@ -1,6 +1,6 @@
 """The flight recorder in accidents: each dump names the step, the parameter and the sample. In normal trainings none.
 
-The sixth accident, a rank with a flipped bit in one weight, is found by checksums.
+The sixth accident, a rank with a flipped bit in one weight, needs several ranks: tests/distributed/test_replicas.py.
 """
 
 from __future__ import annotations
