@@ -18,7 +18,7 @@ from tbhooks.api import burst_file
 from tbhooks.data.errors import check_integer
 from tbhooks.data.process.remote import local
 from tbhooks.drawing.text import printable
-from tbhooks.runs import compare, report_data
+from tbhooks.runs import brief, compare, report_data
 from tbhooks.runs.run import check_run, every_run, one_run
 from tbhooks.views import report_html, report_text
 
@@ -96,6 +96,9 @@ def _add_report(report: argparse.ArgumentParser) -> None:
     report.add_argument("--compare", metavar="RUN2", help="same as the argument RUN2")
     report.add_argument("--html", metavar="FILE", help="write a self-contained HTML page with heat maps instead")
     report.add_argument("--json", action="store_true", help="print one JSON document")
+    report.add_argument(
+        "--brief", action="store_true", help="print at most 32 KB of JSON: issues ranked, what to try next"
+    )
     report.add_argument("--all", action="store_true", help="show all rows of long tables")
     report.set_defaults(verb=_report)
 
@@ -106,8 +109,9 @@ def _report(options: argparse.Namespace) -> int:
 
 def _print_report(options: argparse.Namespace) -> int:
     other = options.other or options.compare
-    if other is not None and (options.html or (options.other and options.compare)):
-        raise tbhooks.ArgumentError("--html takes one run" if options.html else "only two runs can be compared")
+    one_only = "--html" if options.html else "--brief" if options.brief else None
+    if other is not None and (one_only or (options.other and options.compare)):
+        raise tbhooks.ArgumentError(f"{one_only} takes one run" if one_only else "only two runs can be compared")
     run = one_run(options.run, _read)
     if options.html:
         _write_page(run, options.html)
@@ -115,6 +119,9 @@ def _print_report(options: argparse.Namespace) -> int:
     if other is not None:
         comparison = compare.compare(run, one_run(other, _read))
         return _show(comparison.to_dict() if options.json else report_text.comparison_report(comparison))
+    if options.brief:
+        _print(brief.as_text(brief.brief(run)))
+        return 0
     if options.json:
         return _show(report_data.document(run))
     return _show(report_text.run_report(run, _width(), all_rows=options.all))
