@@ -34,7 +34,7 @@ class _Sums:
     dtype: int
 
     def checksum(self, read: Read) -> int:
-        words, squares = read(self.attached).tolist()
+        words, squares = map(int, read(self.attached))
         return checksums.combine(words, squares, self.count)
 
 
