@@ -91,6 +91,8 @@ def can_read(tensor: Tensor) -> bool:
 
 def _has_memory(tensor: Tensor) -> bool:
     """Not if its storage was freed, as FSDP does between steps. Zeros made by autograd have no memory either."""
+    if tensor._is_zerotensor():
+        return False
     size = tensor.numel()
     needed = (tensor.storage_offset() + size) * tensor.itemsize
     return size == 0 or (tensor.data_ptr() != 0 and tensor.untyped_storage().nbytes() >= needed)
