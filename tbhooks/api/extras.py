@@ -15,6 +15,7 @@ from tbhooks.api.lifecycle import HasDestination, Lifecycle
 from tbhooks.capture.hooks.collectors import Collector
 from tbhooks.capture.scalars import metrics
 from tbhooks.capture.scalars.checksums import StepChecksums
+from tbhooks.capture.scalars.noise_scale import NoiseScale
 from tbhooks.capture.scalars.training_metrics import PARTS
 from tbhooks.capture.selection import unwrap
 from tbhooks.capture.session import CaptureSession
@@ -26,7 +27,7 @@ from tbhooks.collectors.profiler import Profile
 from tbhooks.data import stats
 from tbhooks.data.artifacts import Artifact, RunEnded
 from tbhooks.data.errors import ArgumentError, check_integer, check_names, invalid_argument
-from tbhooks.data.frame import Frame
+from tbhooks.data.frame import OPTIMIZER_KINDS, OPTIMIZER_PARTS, Frame
 from tbhooks.data.process.remote import is_remote
 from tbhooks.data.self_report import Stats
 from tbhooks.delivery.worker import Worker
@@ -130,6 +131,21 @@ class Extras:
         if not callable(function):
             raise invalid_argument("function", "a function from a tensor to a number, or to a few", function)
         return metrics.Metric(name, function, kind, reduce, lambda _: True)
+
+    def optimizer_state(self) -> None:
+        model = self._model()
+        if model is not None and self._lifecycle.is_active:
+            rank_group = self._lifecycle.context.rank_group
+            if rank_group is not None:
+                rank_group.reserve(len((*OPTIMIZER_KINDS, *OPTIMIZER_PARTS)) * len(list(model.parameters())))
+            self._session.parameters.read_optimizer_state()
+
+    def noise_scale(self) -> None:
+        session = self._session
+        if self._lifecycle.is_active and session.parameters.noise is None:
+            session.parameters.noise = NoiseScale(
+                session.recorder, session.forwards, session.parameters.watched, session.is_logging, self._report
+            )
 
     def log_every(self, n: int) -> None:
         every = check_integer("n", n)

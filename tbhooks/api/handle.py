@@ -231,6 +231,16 @@ class Watch:
         self._extras.metric(name, function, pattern, kind, reduce)
         return self
 
+    def optimizer_state(self) -> Self:
+        """Captures the moments of optimizers and what follows from them: docs/optimizers.md. Call it on all ranks."""
+        self._extras.optimizer_state()
+        return self
+
+    def noise_scale(self) -> Self:
+        """Estimates `train.noise_scale` and `train.critical_batch`, in samples, at logged steps: docs/optimizers.md."""
+        self._extras.noise_scale()
+        return self
+
     def embeddings(
         self, pattern: Any, labels: Any = None, thumbnails: Any = None, every: int | None = None,
         most: int = embeddings.MOST,

@@ -13,6 +13,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from tbhooks.reduction.torch_private import look_up
@@ -100,6 +101,13 @@ def _is_in_custom_forward() -> bool:
 
 def _is_called_by(code: CodeType | None) -> bool:
     return code is not None and any(frame.f_code is code for frame in call_stack())
+
+
+def accumulation_node(parameter: Tensor) -> Any:
+    """The node of autograd that accumulates the gradient of a parameter. Its pre-hooks are called with the gradient of
+    one backward, before it is added to `grad` and before DDP averages it.
+    """
+    return torch.autograd.graph.get_gradient_edge(parameter).node
 
 
 def call_stack() -> Iterator[FrameType]:

@@ -31,7 +31,13 @@ if TYPE_CHECKING:
 Severity = Literal["info", "warning", "error"]
 KINDS = ("activation", "gradient", "weight", "weight_gradient", "update")
 OPTIONAL_KINDS = ("input", "functional")
-ALL_KINDS = KINDS + OPTIONAL_KINDS
+SELECTABLE_KINDS = KINDS + OPTIONAL_KINDS
+"""What `kinds` of `watch` takes."""
+OPTIMIZER_KINDS = ("first_moment", "second_moment", "normalized_gradient", "proposed_update")
+"""What `Watch.optimizer_state` adds."""
+OPTIMIZER_PARTS = ("momentum_product", "below_epsilon")
+"""What is captured with these kinds, and only shown as the scalars that follow from it."""
+ALL_KINDS = SELECTABLE_KINDS + OPTIMIZER_KINDS
 EVALUATION = "eval."
 """The prefix of the kind of everything captured in an evaluation pass."""
 CHANNEL = "channel."
@@ -40,6 +46,9 @@ ROOT = "(root)"
 GRADIENT_NORM = "train.grad_norm"
 RAW_GRADIENT_NORM = "train.grad_norm_raw"
 SCALE = "train.scale"
+NOISE_SCALE, CRITICAL_BATCH = "train.noise_scale", "train.critical_batch"
+NOISE_PARTS = ("noise.trace", "noise.signal", "noise.sum", "noise.count")
+"""What the noise scale is computed from, after ranks are merged; not part of a frame."""
 SKIPPED = "train.skipped"
 NONFINITE_SINCE = "train.nonfinite_since"
 MISSING_GRADIENT = "weight_gradient.missing/"
@@ -54,7 +63,8 @@ EVALUATION_SINCE = "train.evaluation_since"
 # What is captured inside attention besides its output, at sites of their own such as `attention:softmax.entropy`. Each
 # is summarized by one of its statistics, which is also a statistic of the attention itself.
 INSIDE_ATTENTION = {"entropy": ("entropy", "mean"), "max_logit": ("logits", "max")}
-AS_SCALARS = ("dead_fraction", "write_ratio")
+GRADIENT_COSINE, BELOW_EPSILON = "gradient_cosine", "below_epsilon_fraction"
+AS_SCALARS = ("dead_fraction", "write_ratio", GRADIENT_COSINE, BELOW_EPSILON)
 """Statistics that are written as scalars, with tags such as `activation.dead_fraction/relu`."""
 MORE_STATS = (*INSIDE_ATTENTION, *AS_SCALARS)
 """Statistics that only some sites have."""

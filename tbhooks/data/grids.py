@@ -24,6 +24,10 @@ MAIN_STATS: Mapping[str, tuple[str, ...]] = {
     "update": ("ratio",),
     "input": ("std", "zero_fraction"),
     "functional": ("std", "zero_fraction"),
+    "first_moment": ("norm",),
+    "second_moment": ("rms",),
+    "normalized_gradient": ("rms",),
+    "proposed_update": ("rms",),
 }
 _DEFAULT_STATS = ("std",)
 _SUMMARY = "summary."

@@ -143,15 +143,24 @@ class GlooRankGroup:
     is_over: bool = False
 
     def __post_init__(self) -> None:
+        self._make_buffers()
+        self._given_up = threading.Event()
+        self._pending: Any = None
+
+    def _make_buffers(self) -> None:
         self._writer = Writer(self.size)
         self._reader = Reader(with_buckets=self.rank == 0)  # only the first rank writes histograms
         self._all_gather = self.world * self.size <= MOST_FOR_ALL_GATHER
-        self._given_up = threading.Event()
-        self._pending: Any = None
         self._sent = torch.zeros(self.size, dtype=torch.uint8)
         # Reused for every step. With gather, only the first rank receives.
         receives = self._all_gather or self.rank == 0
         self._received = [torch.zeros(self.size, dtype=torch.uint8) for _ in range(self.world if receives else 0)]
+
+    def reserve(self, sites: int) -> None:
+        """Makes room for more sites. All ranks do the same before they first meet; after that it is too late."""
+        if not self.collectives:
+            self.size += merge.capacity(sites, with_buckets=True)
+            self._make_buffers()
 
     def merge(self, table: StepTable, report: Report) -> MergedStep | None:
         """Exchanges a step with the other ranks and merges it. None if this rank receives nothing, and after errors."""

@@ -19,7 +19,7 @@ from tbhooks.rules.activations import (
     saturated,
 )
 from tbhooks.rules.engine import RuleEngine
-from tbhooks.rules.gradients import exploding_gradient, update_ratio, vanishing_gradient
+from tbhooks.rules.gradients import exploding_gradient, stale_second_moment, update_ratio, vanishing_gradient
 from tbhooks.rules.losses import divergence, loss_spike
 from tbhooks.rules.numerics import ASKED_FORMATS, low_precision, non_finite
 from tbhooks.rules.ranks import replica_drift, sick_rank
@@ -45,6 +45,7 @@ SHIPPED = (
     replica_drift,
     evaluation_mode,
     divergence,
+    stale_second_moment,
 )
 WITHOUT = "-"
 """Before the name of a rule that is to be left out."""
@@ -95,6 +96,6 @@ def _asked(rule: Any) -> Rule:
 __all__ = [
     "RULES", "SHIPPED", "Rule", "RuleEngine", "attention_collapse", "bad_init", "choose", "collapsed_variance",
     "dead_units", "divergence", "evaluation_mode", "exploding_activation", "exploding_gradient", "loss_spike",
-    "low_precision", "missing_gradient", "non_finite", "replica_drift", "saturated", "sick_rank",
+    "low_precision", "missing_gradient", "non_finite", "replica_drift", "saturated", "sick_rank", "stale_second_moment",
     "unchanged_weight", "update_ratio", "vanishing_gradient",
 ]  # fmt: skip

@@ -240,6 +240,37 @@ def update_ratio(view: RunView, *, large: float = 1.0, small: float = 1e-6, fram
     )
 
 
+@rule
+def stale_second_moment(view: RunView, *, factor: float = 6.0, growth: float = 2.0) -> Iterator[RuleHit]:
+    """The gradient of a weight is far above what the second moment of its optimizer expects, so that the update is too
+    large: the known forerunner of loss spikes with Adam.
+
+    Needs `w.optimizer_state()`. Checks the RMS of g / max(sqrt(v), eps), with the gradient g and the second moment v
+    after the step, bias-corrected: about 1 where gradients stay the same. Reported for weight matrices when it is above
+    `factor`, and `growth` times the largest of the last 20 frames. Normal trainings stay below 5. After t steps it is
+    at most sqrt(t), and never above sqrt(1 / (1 - beta2)).
+    Try gradient clipping, a smaller beta2 such as 0.95, warm-up, or update clipping as in StableAdamW.
+    """
+    series = view.now("normalized_gradient")
+    if not series.sites or view.was_skipped:
+        return
+    rms = series.stat("rms")[0]
+    past = view.last("normalized_gradient", LOOK_BACK + 1).stat("rms")[:-1]
+    usual = np.fmax.reduce(past, axis=0, initial=1.0)
+    flagged = np.flatnonzero(matrices(series) & (rms > factor) & (rms > growth * usual))
+    if len(flagged):
+        i = int(flagged[np.argmax(rms[flagged])])
+        site = series.sites[i]
+        yield RuleHit(
+            site,
+            f"Stale second moment: the gradient of {site.path} is {times(rms[i])} what the second moment of its "
+            "optimizer expects",
+            "Clip gradients, use a smaller beta2 (0.95) or warm-up, and inspect the batch of this step",
+            evidence={"rms": float(rms[i]), "usual": float(usual[i]), "excess": float(rms[i] / factor)},
+            others=len(flagged) - 1,
+        )
+
+
 def matrices(series: Series) -> Flags:
     """Weights without biases and scales: those start at zero or one, where a relative change means little."""
     named = np.array([not is_bias(site) for site in series.sites], dtype=bool)

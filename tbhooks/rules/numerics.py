@@ -12,7 +12,7 @@ from tbhooks.rules.losses import losses
 from tbhooks.rules.rule import RuleHit, describe, rule, rule_of_every_frame
 from tbhooks.rules.run_view import RunView, is_bias
 
-_GRADIENTS = ("gradient", "weight_gradient")
+_GRADIENTS = ("gradient", "weight_gradient", "normalized_gradient")
 IN_USE = "in use"
 ASKED_FORMATS = ("float16", "bfloat16", "float8_e5m2")
 """The formats that `rules=["low_precision"]` asks about."""

@@ -57,6 +57,10 @@ _TENSORS = {
     "gradient": "the gradient of the {} output",
     "weight_gradient": "the gradient of {}",
     "update": "the update of {}",
+    "first_moment": "the first moment of {}",
+    "second_moment": "the second moment of {}",
+    "normalized_gradient": "the normalized gradient of {}",
+    "proposed_update": "the proposed update of {}",
 }
 
 

@@ -26,6 +26,7 @@ TITLES: Mapping[str, str] = {
     "bad_init": "unsuitable initialisation",
     "update_ratio": "unsuitable update-to-weight ratio",
     "low_precision": "values outside the range of the dtype",
+    "stale_second_moment": "stale second moment of the optimizer",
     "loss_spike": "loss spike",
     "exploding_gradient": "exploding gradients",
     "attention_collapse": "attention collapse",
@@ -43,10 +44,10 @@ TITLES: Mapping[str, str] = {
 }
 """A few words for each rule, in the order in which one leads to another at the same step."""
 
-_TOO_LARGE = ("update_ratio", "bad_init", "loss_spike", "exploding_gradient")
+_TOO_LARGE = ("update_ratio", "bad_init", "stale_second_moment", "loss_spike", "exploding_gradient")
 CAUSES: Mapping[str, tuple[str, ...]] = {
-    "loss_spike": ("update_ratio", "bad_init"),
-    "exploding_gradient": ("update_ratio", "bad_init", "loss_spike"),
+    "loss_spike": ("update_ratio", "bad_init", "stale_second_moment"),
+    "exploding_gradient": ("update_ratio", "bad_init", "stale_second_moment", "loss_spike"),
     "attention_collapse": _TOO_LARGE,
     "saturated": _TOO_LARGE,
     "exploding_activation": _TOO_LARGE,

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from tbhooks.data import stats
 from tbhooks.data.errors import ArgumentError, check_names
-from tbhooks.data.frame import ALL_KINDS, SAMPLED, Frame, Site
+from tbhooks.data.frame import ALL_KINDS, BELOW_EPSILON, GRADIENT_COSINE, SAMPLED, Frame, Site
 from tbhooks.data.stats import QUANTILES, STAT_NAMES, Floats
 from tbhooks.sinks.scalar_summaries import MOST_TAGS, NonfiniteTensors, Summaries
 
@@ -22,11 +22,16 @@ CORE_SCALARS = {
     "update": ("ratio",),
     "input": ("mean", "std", "zero_fraction"),
     "functional": ("mean", "std", "zero_fraction"),
+    "first_moment": ("norm",),
+    "second_moment": ("rms",),
+    "normalized_gradient": ("rms",),
+    "proposed_update": ("rms",),
 }
 # Logged for every kind on the steps where they are not zero, so that no NaN goes unnoticed.
 NONFINITE_COUNTS = ("nan_count", "inf_count")
 # The distributions of updates are in the frame tensors; few readers need their histograms.
-HISTOGRAM_KINDS = frozenset(ALL_KINDS) - {"update"}
+HISTOGRAM_KINDS = frozenset(ALL_KINDS) - {"update", "normalized_gradient", "proposed_update"}
+_OF_STATE = (f"first_moment.{GRADIENT_COSINE}/", f"second_moment.{BELOW_EPSILON}/")
 
 ScalarTable = dict[str, tuple[str, ...]]
 
@@ -97,8 +102,12 @@ def nonfinite_counts(sites: Sequence[Site], table: ScalarTable) -> Scalars:
 
 
 def shown_scalars(frame: Frame) -> dict[str, float]:
-    """The scalars of a frame that become charts: not the marks of sampled updates, which are one for each parameter."""
-    return {tag: value for tag, value in frame.scalars.items() if not tag.startswith(SAMPLED)}
+    """The scalars of a frame that become charts: not the marks of sampled updates, one for each parameter; and those of
+    optimizers' states only if they are few.
+    """
+    of_state = tuple(tag for tag in frame.scalars if tag.startswith(_OF_STATE))
+    hidden = (SAMPLED, *_OF_STATE) if len(of_state) > MOST_TAGS else SAMPLED
+    return {tag: value for tag, value in frame.scalars.items() if not tag.startswith(hidden)}
 
 
 def scalars_of(frame: Frame, table: ScalarTable) -> dict[str, float]:

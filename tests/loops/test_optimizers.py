@@ -462,3 +462,23 @@ def test_a_weight_whose_gradient_comes_later_in_the_step_has_one() -> None:
                 optimizer.step()
             watching.step()
     assert missing(watching)[-1] == set()
+
+
+@pytest.mark.parametrize(
+    ("attribute", "name"), [("ds_id", "DeepSpeed"), ("_hp_mapping", "DeepSpeed"), ("main_grad", "Megatron")]
+)
+def test_gradients_that_another_framework_keeps_are_named(attribute: str, name: str) -> None:
+    """These frameworks mark a parameter with such an attribute, and move its gradient away during backward."""
+    model = nn.Linear(4, 2)
+    for parameter in model.parameters():
+        setattr(parameter, attribute, torch.zeros_like(parameter))
+        parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+    with tbhooks.watch(model, every=1, step="manual") as watching:
+        model(torch.ones(2, 4)).sum().backward()
+        watching.step()
+    assert {"weight_gradient/weight", "update/weight", "weight_gradient/bias", "update/bias"} <= set(
+        watching.stats.unseen
+    )
+    assert name in watching.stats.unseen["weight_gradient/weight"]
+    assert any(name in message for message in watching.stats.messages)
+    assert ("weight", "weight") in watching.latest

@@ -443,6 +443,57 @@ def tapping(rank: int) -> Any:
     return [reading.count, reading.mean, reading.std], dict(frame.scalars), frame.samples.ids, w.stats.errors
 
 
+def optimizer_state(rank: int, wrap: str) -> Any:
+    """AdamW on plain weights, on shards of FSDP, or with its state sharded over the ranks (ZeRO stage 1)."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    wrapped = (fsdp if wrap == "fsdp" else ddp)(make_model())
+    settings: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "eps": 2e-3}
+    if wrap == "zero":
+        optimizer: Any = ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.AdamW, **settings)
+    else:
+        optimizer = torch.optim.AdamW(wrapped.parameters(), **settings)
+    w = tbhooks.watch(wrapped, None, 1, ranks="merge").optimizer_state()
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(wrapped(batch(step, rank))).backward()
+        optimizer.step()
+    w.flush()
+    frame = w.history[-1]
+    return frame, w.stats.errors, w.stats.messages
+
+
+class Quadratic(nn.Module):
+    """The loss |w - x|² / 2: the gradient of a sample is w - x, so that the noise scale is known in closed form."""
+
+    def __init__(self, size: int = 20, start: float = 0.5) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((size,), start, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight - x).square().sum(1).mean() / 2
+
+
+def noise_scale(rank: int, ranks: str, parts: int) -> Any:
+    """The last scalars of DDP on batches of 4 with `parts` micro-batches; and all gradients, for the reference."""
+    model = Quadratic()
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    w = tbhooks.watch(wrapped, None, 1, ranks=ranks).noise_scale()
+    random = torch.Generator().manual_seed(rank)
+    gradients = []
+    for _ in range(3):
+        for part in range(parts):
+            x = torch.randn(4, 20, dtype=torch.float64, generator=random)
+            gradients.append((model.weight.detach() - x).mean(0).numpy())
+            with wrapped.no_sync() if part < parts - 1 else contextlib.nullcontext():
+                (wrapped(x) / parts).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    w.flush()
+    return (dict(w.latest.scalars) if w.latest else {}), gradients, w.stats.errors, w.stats.messages
+
+
 def dropping(rank: int) -> Any:
     """Rank 1 is out of memory for numbers, and drops every step."""
     if rank == 1:

@@ -19,11 +19,14 @@ from torch.optim import Optimizer
 from tbhooks.capture import selection, sharded_tensors
 from tbhooks.capture.parameters import weight_sample
 from tbhooks.capture.parameters.grad_norm import total_norm
+from tbhooks.capture.parameters.optimizer_state import OptimizerStateReader
 from tbhooks.capture.parameters.weight_sample import NO_ROOM
 from tbhooks.capture.parameters.weight_snapshots import WeightSnapshots
 from tbhooks.capture.recording.recorder import NO_SITE, Recorder, Wanted, can_be_one_of_many, can_be_together
+from tbhooks.capture.recording.step_table import PARAMETER_KINDS
+from tbhooks.capture.scalars.noise_scale import NoiseScale
 from tbhooks.capture.step.optimizer_round import GroupNumbers, parameter_ids
-from tbhooks.data.frame import MISSING_GRADIENT, RAW_GRADIENT_NORM, Site
+from tbhooks.data.frame import MISSING_GRADIENT, OPTIMIZER_KINDS, OPTIMIZER_PARTS, RAW_GRADIENT_NORM, Site
 from tbhooks.data.self_report import Report
 from tbhooks.reduction import batched
 from tbhooks.reduction.cpu import NULL
@@ -32,6 +35,11 @@ from tbhooks.reduction.torch_rows import describe, has_no_data
 NOT_COPIED = (
     "the device has too little free memory for a copy of the weights, which the update is computed from. Leave more "
     'free, or leave "update" out of kinds'
+)
+
+NOT_READ = (
+    "the gradients and updates of weights are not seen: {} keeps them in buffers of its own. Log what you need of them "
+    "with w.log()"
 )
 
 
@@ -70,6 +78,9 @@ class ParameterReader:
         self._sites: dict[tuple[str, str], int] = {}
         self._sample_sizes: dict[frozenset[int], int] = {}
         self._never_sampled: frozenset[int] = frozenset()
+        self._optimizer_state: OptimizerStateReader | None = None
+        self.noise: NoiseScale | None = None
+        """Measures the noise of gradients, if the user has asked for it."""
         self.clear()
 
     def clear(self) -> None:
@@ -83,6 +94,8 @@ class ParameterReader:
         self._versions: dict[int, _GradientVersion] = {}
         # The loss scale that a parameter's gradient still has to be divided by.
         self._scales: dict[int, Tensor] = {}
+        if self.noise is not None:
+            self.noise.forget()
 
     def release(self) -> None:
         """Drops every tensor and frees the memory for copies of weights."""
@@ -108,20 +121,27 @@ class ParameterReader:
 
     def backward_ended(self, scale: Tensor | None) -> None:
         """Records the norm of all gradients, before clipping. `scale` is the loss scale they are multiplied by."""
+        norm = self._read_norm(scale)
+        if self.noise is not None:
+            self.noise.backward_ended(norm, scale)
+
+    def _read_norm(self, scale: Tensor | None) -> Tensor | None:
         if not self._recorder.wants("weight_gradient") or not self._is_readable_in_backward():
-            return
+            return None
         self._find_parameters()
         gradients, versions = self._gradients(), self._versions
         changed = [key for key, g in gradients.items() if key not in versions or not versions[key].is_current(g)]
         if not changed:
-            return
+            return None
         for key in changed:
             self._scales.pop(key, None)
             if scale is not None:
                 self._scales[key] = scale.clone()  # the GradScaler changes its own tensor in place
         with torch.no_grad():
             norm = total_norm(list(gradients.values()))
-            self._recorder.scalar(RAW_GRADIENT_NORM, norm if scale is None else norm / scale.to(norm.device))
+            norm = norm if scale is None else norm / scale.to(norm.device)
+            self._recorder.scalar(RAW_GRADIENT_NORM, norm)
+        return norm
 
     def _gradients(self) -> dict[int, Tensor]:
         return {key: p.grad for key, p in self._tensors.items() if p.grad is not None}
@@ -192,6 +212,8 @@ class ParameterReader:
 
     def after_optimizer(self, optimizer: Optimizer, has_closure: bool) -> None:
         """Reads the updates, and the gradients if a closure has computed them."""
+        with self._report.guarded("reading the optimizer's state"), torch.no_grad():
+            self._read_optimizer_state(optimizer)
         if not self._reads_parameters:
             return
         with self._report.guarded("reading updates"), torch.no_grad(), self._batch() as batch:
@@ -201,8 +223,21 @@ class ParameterReader:
                 if key in self._snapshots:
                     self._read_update(key, batch)
 
+    def _read_optimizer_state(self, optimizer: Optimizer) -> None:
+        if self._optimizer_state is not None:
+            self._find_parameters()
+            self._optimizer_state.read(optimizer, self._paths, self._snapshots.whole)
+
+    def read_optimizer_state(self) -> None:
+        """From now on the state of optimizers is read, too."""
+        self._recorder.add_kinds(OPTIMIZER_KINDS, OPTIMIZER_PARTS)
+        self._optimizer_state = OptimizerStateReader(self._recorder, self._report)
+
     def read_remaining(self) -> None:
         """Reads the parameters that no optimizer has stepped: frozen, in no optimizer, or updated by hand."""
+        if self.noise is not None:
+            with self._report.guarded("noise scale"):
+                self.noise.log()
         if not self._reads_parameters:
             return
         with self._report.guarded("reading parameters"), torch.no_grad(), self._batch() as batch:
@@ -211,8 +246,23 @@ class ParameterReader:
                 self._read_weight(key, batch, copies=False)
                 if self._tensors[key].grad is not None:
                     self._read_gradient(key, batch, self._scales.get(key))
+                else:
+                    self._name_keeper(key)
             for key in self._without_gradient - self._read_gradients:
                 self._recorder.scalar(MISSING_GRADIENT + self._paths[key], 1.0)
+
+    def _name_keeper(self, key: int) -> None:
+        """Says, loudly, that a framework keeps the gradient and the update of a parameter where they are not seen."""
+        keeper = sharded_tensors.gradient_keeper(self._tensors[key])
+        if keeper is not None and self._recorder.wants("weight_gradient", "update"):
+            self._report.log_once(NOT_READ.format(keeper))
+            for kind in ("weight_gradient", "update"):
+                self._report.mark_unseen(f"{kind}/{self._paths[key]}", NOT_READ.format(keeper))
+
+    def watched(self) -> dict[int, nn.Parameter]:
+        """Returns the selected parameters of the model, by their ids."""
+        self._find_parameters()
+        return self._tensors
 
     @contextlib.contextmanager
     def _batch(self) -> Iterator[_Batch]:
@@ -244,7 +294,7 @@ class ParameterReader:
             self._paths[id(parameter)] = path
             self._tensors[id(parameter)] = parameter
             if sharded_tensors.is_sharded(parameter):
-                for kind in ("weight", "weight_gradient", "update"):
+                for kind in PARAMETER_KINDS:
                     self._recorder.shards[Site(path, kind)] = sharded_tensors.shard_index(parameter)
         if self._recorder.wants("update"):
             self._never_sampled = weight_sample.updated_in_few_rows(model)

@@ -98,8 +98,20 @@ class WeightSnapshots:
         """Returns the copy as a tensor, once; None if there is none."""
         if key not in self._slots or self._block is None:
             return self._clones.pop(key, None)
-        start, dtype, shape = self._slots.pop(key)
-        return self._block[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+        return self._view(self._block, self._slots.pop(key))
+
+    def whole(self, key: int, parameter: Tensor) -> Tensor | None:
+        """Returns the copy as a tensor and keeps it; None if there is none of the whole parameter."""
+        if key in self._sample_sizes:
+            return None
+        if key not in self._slots or self._block is None:
+            return self._clones.get(key)
+        return self._view(self._block, self._slots[key])
+
+    @staticmethod
+    def _view(block: Tensor, slot: _Slot) -> Tensor:
+        start, dtype, shape = slot
+        return block[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
 
     def __contains__(self, key: int) -> bool:
         return key in self._slots or key in self._clones

@@ -17,7 +17,19 @@ from torch import Tensor
 from tbhooks.capture.recording.step_table import PARAMETER_KINDS, UNKNOWN_SHARD, UNSHARDED, MergedStep, StepTable
 from tbhooks.data import ranks, stats
 from tbhooks.data.artifacts import Artifact
-from tbhooks.data.frame import GRADIENT_NORM, NONFINITE_SINCE, RAW_GRADIENT_NORM, SAMPLED, Frame, Site
+from tbhooks.data.frame import (
+    BELOW_EPSILON,
+    CRITICAL_BATCH,
+    GRADIENT_COSINE,
+    GRADIENT_NORM,
+    NOISE_PARTS,
+    NOISE_SCALE,
+    NONFINITE_SINCE,
+    RAW_GRADIENT_NORM,
+    SAMPLED,
+    Frame,
+    Site,
+)
 from tbhooks.reduction import finalize, pinned
 
 Number = TypeVar("Number", np.float64, np.int64)
@@ -157,7 +169,8 @@ class PackedStep:
         return MergedStep(table, ranks.empty(len(table.sites)))
 
     def _frames(self, merged: MergedStep) -> list[Frame]:
-        table = merged.table
+        table = replace(merged.table, scalars=_with_noise_scale(merged.table.scalars))
+        merged = replace(merged, table=table)
         late = [self._scalar_frame(step, scalars) for step, scalars in table.earlier.items()]
         artifacts = tuple(artifact for make in self.artifact_builders for artifact in make(self._attached))
         if not table.sites and not table.scalars and not artifacts and not table.samples:
@@ -223,7 +236,11 @@ class PackedStep:
     def _frame(self, merged: MergedStep) -> Frame:
         sites, values, counts = merged.table.sites, merged.table.values, merged.table.counts
         _set_update_base(sites, values)
-        scalars = {**merged.table.scalars, **(_gradient_norm(sites, values) if merged.is_whole else {})}
+        scalars = {
+            **merged.table.scalars,
+            **(_gradient_norm(sites, values) if merged.is_whole else {}),
+            **_optimizer_scalars(sites, values),
+        }
         shown = [i for i, site in enumerate(sites) if site.kind in self.kinds]
         return Frame(
             self.step, self.time, self.rank, tuple(sites[i] for i in shown), values[shown], counts[shown],
@@ -259,6 +276,37 @@ def _gradient_norm(sites: Sequence[Site], values: stats.Floats) -> dict[str, flo
     squares[of_gradients[:, stats.INFS] > 0] = np.inf  # unlike a site's own norm, which leaves them out
     squares[of_gradients[:, stats.NANS] > 0] = np.nan
     return {GRADIENT_NORM: float(np.sqrt(squares.sum()))}
+
+
+def _with_noise_scale(scalars: dict[str, float]) -> dict[str, float]:
+    """The scalars with the gradient noise scale instead of its parts: the trace of the gradients' covariance over the
+    squared norm of the true gradient, both running means; and the mean of the noise scales so far.
+    """
+    if NOISE_PARTS[0] not in scalars:
+        return scalars
+    trace, signal, total, count = (scalars[tag] for tag in NOISE_PARTS)
+    found = {
+        NOISE_SCALE: max(trace, 0.0) / signal if signal > 0 else float("nan"),
+        CRITICAL_BATCH: total / count if count > 0 else float("nan"),
+    }
+    return {**{tag: value for tag, value in scalars.items() if tag not in NOISE_PARTS}, **found}
+
+
+def _optimizer_scalars(sites: Sequence[Site], values: stats.Floats) -> dict[str, float]:
+    """What follows from the state of an optimizer: the cosine of the first moment and the gradient, and the fraction of
+    elements of which the root of the second moment is below epsilon.
+    """
+    rows = {(site.path, site.kind): values[i] for i, site in enumerate(sites)}
+    scalars = {}
+    for (path, kind), row in rows.items():
+        pair = [rows.get((path, other)) for other in ("first_moment", "weight_gradient")]
+        if kind == "below_epsilon":
+            scalars[f"second_moment.{BELOW_EPSILON}/{path}"] = float(row[stats.MEAN])
+        elif kind == "momentum_product" and all(each is not None for each in pair):
+            norms = float(np.prod([stats.STATS["norm"](each) for each in pair if each is not None]))
+            cosine = float(row[stats.MEAN] * row[stats.COUNT]) / norms if norms > 0 else float("nan")
+            scalars[f"first_moment.{GRADIENT_COSINE}/{path}"] = cosine
+    return scalars
 
 
 def _gather(hosts: dict[int, NDArray[Number]], record: list[tuple[int, int]], width: int) -> NDArray[Number]:

@@ -81,6 +81,10 @@ class Recorder:
         """Whether any of these kinds was asked for."""
         return not self.kinds.isdisjoint(kinds)
 
+    def add_kinds(self, shown: Iterable[str], hidden: Iterable[str]) -> None:
+        """Wants more kinds from now on. Those that are hidden have no sites in the frame."""
+        self.kinds, self._shown = self.kinds | {*shown, *hidden}, self._shown | {self._prefix + kind for kind in shown}
+
     def number(self, site: Site) -> int:
         """The number of a site; NO_SITE if its kind is not wanted."""
         number = self._numbers.get(site)

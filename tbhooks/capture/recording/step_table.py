@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tbhooks.data import checksums, stats
 from tbhooks.data.artifacts.samples import NO_SAMPLES, Samples
 from tbhooks.data.checksums import Checksums
-from tbhooks.data.frame import Site
+from tbhooks.data.frame import OPTIMIZER_KINDS, OPTIMIZER_PARTS, Site
 from tbhooks.data.stats import Counts, Floats
 
 Integers = NDArray[np.int64]
@@ -23,7 +23,7 @@ UNKNOWN_SHARD = (-1, 0)
 """The shard of an output. Nothing says how it is sharded: each rank has its own, unless all of them are equal."""
 UNSHARDED = (0, 1)
 """The shard of a parameter that every rank holds as a whole."""
-PARAMETER_KINDS = ("weight", "weight_gradient", "update")
+PARAMETER_KINDS = ("weight", "weight_gradient", "update", *OPTIMIZER_KINDS, *OPTIMIZER_PARTS)
 RANKS = "train.ranks"
 """The scalar that says how many ranks a frame was merged from."""
 

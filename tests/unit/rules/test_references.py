@@ -201,3 +201,17 @@ def test_formats_that_are_not_in_use_are_spoken_of_when_asked_for(asked: object)
     chosen = rules.choose(["default", asked])
     assert [each for each in chosen if each.name == "low_precision"] == [rule]
     assert rules.choose("default")[9] is rules.low_precision
+
+
+# --- The second moment of optimizers --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ratios", "is_found"), [((1, 1, 1, 8), True), ((1, 1, 1, 5), False), ((8,), True), ((1, 7, 1, 8), False)]
+)
+def test_a_gradient_far_above_its_second_moment(ratios: tuple[float, ...], is_found: bool) -> None:
+    """Above 6, and above twice the largest before."""
+    sites = [Site("fc.weight", "normalized_gradient"), Site("fc.bias", "normalized_gradient")]
+    frames = [make_frame(10 * i, {site: wave(ratio) for site in sites}) for i, ratio in enumerate(ratios)]
+    found = judged(rules.stale_second_moment, frames)
+    assert [(finding.site, finding.severity) for finding in found] == ([(sites[0], "warning")] if is_found else [])

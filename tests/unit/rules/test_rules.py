@@ -25,7 +25,7 @@ NAMES = [
     "non_finite", "exploding_gradient", "vanishing_gradient", "exploding_activation", "dead_units", "saturated",
     "update_ratio", "unchanged_weight", "missing_gradient", "low_precision", "loss_spike", "collapsed_variance",
     "attention_collapse", "bad_init", "sick_rank", "replica_drift", "evaluation_mode",
-    "divergence",
+    "divergence", "stale_second_moment",
 ]  # fmt: skip
 
 Data = Mapping[Site, Any]

@@ -1,7 +1,13 @@
 /* The available runs, kinds and stats, the defaults among them, and the age of the data. */
 
-const KIND_ORDER = ["activation", "gradient", "weight", "weight_gradient", "update", "input", "functional"];
-const FIRST_STAT = { gradient: "norm", weight: "norm", weight_gradient: "norm", update: "ratio" };
+const KIND_ORDER = [
+  "activation", "gradient", "weight", "weight_gradient", "update", "input", "functional",
+  "first_moment", "second_moment", "normalized_gradient", "proposed_update",
+];
+const FIRST_STAT = {
+  gradient: "norm", weight: "norm", weight_gradient: "norm", update: "ratio",
+  first_moment: "norm", second_moment: "rms", normalized_gradient: "rms", proposed_update: "rms",
+};
 const FRESH = 60;
 const DAY = 86_400;
 
