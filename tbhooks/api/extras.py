@@ -20,7 +20,7 @@ from tbhooks.capture.scalars.training_metrics import PARTS
 from tbhooks.capture.selection import unwrap
 from tbhooks.capture.session import CaptureSession
 from tbhooks.capture.step import evaluation
-from tbhooks.collectors import channels, embeddings, images
+from tbhooks.collectors import channels, embeddings, experts, images
 from tbhooks.collectors.graph.collector import GraphCollector
 from tbhooks.collectors.model_summary import SummaryCollector
 from tbhooks.collectors.profiler import Profile
@@ -53,7 +53,7 @@ class Extras:
         self._kinds, self._make_sinks = kinds, make_sinks
         self._report = lifecycle.report
         self._model = lifecycle.model
-        self._has_hparams = False
+        self._has_hparams = self._has_experts = False
         self._summary: SummaryCollector | None = None
 
     def evaluation(self, writer: Any) -> None:
@@ -89,6 +89,21 @@ class Extras:
         if model is not None:
             recorder = self._session.recorder
             self._collect(channels.of_model(model, pattern, chosen, histograms, recorder, self._report))
+
+    def experts(self, pattern: Any, top_k: int | None) -> None:
+        top_k = None if top_k is None else check_integer("top_k", top_k)
+        if self._has_experts:
+            raise ArgumentError("experts() was called before: give all patterns at once, as a list")
+        model = self._model()
+        if model is not None:
+            collector = experts.of_model(unwrap(model), pattern, top_k, self._report)
+            self._has_experts = True
+            if self._lifecycle.is_active:  # of every rank: their counts are merged
+                rank_group = self._lifecycle.context.rank_group
+                if rank_group is not None:
+                    rank_group.reserve(collector.rows)
+                with self._report.guarded("experts"):
+                    self._session.observer.add_collector(collector)
 
     def embeddings(self, pattern: Any, labels: Any, thumbnails: Any, every: int | None, most: int) -> None:
         every = None if every is None else check_integer("every", every)

@@ -106,10 +106,6 @@ class Watch:
         `frame.samples` has them, the largest value first; TensorBoard shows a table in the TEXT tab and the means of
         the groups as scalars `train.loss_by/<group>`. Call it once for each batch, before the optimizer's step or
         right after it. Several calls in a step, as with accumulated gradients, are merged, and so are ranks.
-
-        >>> losses = F.cross_entropy(logits, targets, reduction="none")  # doctest: +SKIP
-        >>> w.samples(losses, ids=batch["id"], group=batch["source"])  # doctest: +SKIP
-
         Raises an `ArgumentError` if lengths do not fit together.
 
         """
@@ -225,7 +221,6 @@ class Watch:
         is reported and switched off; training goes on. Raises an `ArgumentError` for wrong arguments.
 
         >>> w.metric("logsumexp", tbhooks.metrics.logsumexp, "lm_head")  # doctest: +SKIP
-        >>> w.metric("small", lambda t: (t.abs() < 1e-3).float().mean(), "layers.*", reduce="max")  # doctest: +SKIP
 
         """
         self._extras.metric(name, function, pattern, kind, reduce)
@@ -239,6 +234,11 @@ class Watch:
     def noise_scale(self) -> Self:
         """Estimates `train.noise_scale` and `train.critical_batch`, in samples, at logged steps: docs/optimizers.md."""
         self._extras.noise_scale()
+        return self
+
+    def experts(self, pattern: Any = None, top_k: int | None = None) -> Self:
+        """Counts the tokens that routers of a mixture of experts send to each expert: docs/large-models.md."""
+        self._extras.experts(pattern, top_k)
         return self
 
     def embeddings(

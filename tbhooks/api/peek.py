@@ -145,7 +145,7 @@ def _run(
                 notes = _forward_and_backward(model, args, kwargs, loss, recorder)
         reader.read_remaining()
         with without_dispatch_modes():
-            observer.units.log(recorder)
+            observer.end_reading()
         observer.end(keep_hooks=False)
         if recorder.overflowed:
             notes.append("the pass made more calls than the buffer holds; the statistics do not include the rest")

@@ -406,8 +406,7 @@ class CaptureSession:
         self.observer.leave_out_unused()
         with without_dispatch_modes():
             self.flight.add_to_copy(self.recorder)
-            self.observer.units.log(self.recorder)
-            self.observer.collectors.end(self.recorder)
+            self.observer.end_reading()
         self.observer.end(keep_hooks)
         if self.recorder.overflowed:
             self._report.log_once("a step made more calls than its buffer holds; the last ones are left out")

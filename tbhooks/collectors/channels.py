@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence, Set
-from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -24,15 +23,14 @@ from tbhooks.data import stats
 from tbhooks.data.artifacts import Artifact, Channels
 from tbhooks.data.errors import ArgumentError
 from tbhooks.data.self_report import Report
-from tbhooks.reduction import batched, cpu, finalize, histogram, torch_rows
+from tbhooks.reduction import torch_rows
+from tbhooks.reduction.channel_rows import Sums, add_counts, reduce_channels, rows_of
 
 KINDS = ("activation", "weight")
 MOST_CHANNELS = 512
 MOST_CALLS = 256
 TOO_MANY = f"calls with another number of channels, or more than {MOST_CALLS} parts per step, are not recorded"
 HEAD = "head "
-# Torch operations make temporaries of a few times the tensor's size: larger tensors are split into this many elements.
-PART = 1 << 22
 _INSIDE = ("softmax", "scaled_dot_product_attention")
 HEADS_UNSEEN = (
     "its heads are only available with need_weights=True, average_attn_weights=False, or with the kind "
@@ -42,24 +40,6 @@ HEADS_UNSEEN = (
 
 _Key = tuple[str, str, str]
 """Kind, name, and what a channel is called."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """One reduced tensor: finished rows, or partial results of `size` elements per channel for `finalize.finish`."""
-
-    numbers: Tensor
-    size: int
-    finished: bool
-
-
-@dataclass
-class Sums:
-    """The reduced tensors of one layer in the current step."""
-
-    channels: int
-    pieces: list[Piece] = field(default_factory=list)
-    counts: Tensor | None = None
 
 
 class ChannelCollector:
@@ -211,7 +191,7 @@ class ChannelCollector:
                     continue
                 if sums.channels == new.channels and len(sums.pieces) + len(new.pieces) <= MOST_CALLS:
                     sums.pieces.extend(new.pieces)
-                    _add_counts(sums, new.counts)
+                    add_counts(sums, new.counts)
                 else:
                     self._report.mark_unseen(f"per_channel/{key[1]}", TOO_MANY)
         return merged
@@ -238,30 +218,6 @@ def of_model(
     return collector
 
 
-def reduce_channels(matrix: Tensor, sums: Sums, with_buckets: bool) -> None:
-    """Reduces each row of a matrix and adds the results, with bucket counts if requested, to `sums`."""
-    if matrix.dtype not in torch_rows.ORDINARY:
-        matrix = matrix.float()
-    dense = matrix.contiguous()
-    if cpu.can_read(dense):
-        numbers = torch.zeros((len(dense), stats.WIDTH), dtype=torch.float64, device="cpu")
-        counts = torch.zeros((len(dense), histogram.SLOTS), dtype=torch.int32, device="cpu") if with_buckets else None
-        cpu.reduce_rows(dense, numbers, counts)
-        sums.pieces.append(Piece(numbers, dense.size(1), finished=True))
-        _add_counts(sums, counts)
-        return
-    row_type = torch_rows.row_type(dense.device)
-    for part in torch.split(dense, max(1, PART // len(dense)), 1):
-        made = torch.cat([one.reshape(-1) for one in batched.reduce(part, row_type)])
-        sums.pieces.append(Piece(made.view(-1, len(dense)), part.size(1), finished=False))
-        _add_counts(sums, histogram.of_rows(part) if with_buckets else None)
-
-
-def _add_counts(sums: Sums, counts: Tensor | None) -> None:
-    if counts is not None:
-        sums.counts = counts if sums.counts is None else sums.counts + counts
-
-
 _Pieces = list[tuple[Attached, int, bool]]
 _AttachedSums = tuple[str, str, int, _Pieces, Attached | None]
 
@@ -284,13 +240,6 @@ def _build(kind: str, attached_sums: Sequence[_AttachedSums], draws: bool, read:
 
 
 def _merged(channels: int, pieces: _Pieces, read: Read) -> stats.Floats:
-    rows = [_rows_of(read(attached).astype(np.float64), size, finished) for attached, size, finished in pieces]
+    rows = [rows_of(read(attached).astype(np.float64), size, finished) for attached, size, finished in pieces]
     owner = np.tile(np.arange(channels), len(rows))
     return rows[0] if len(rows) == 1 else stats.merge(np.concatenate(rows), owner, channels)
-
-
-def _rows_of(numbers: stats.Floats, size: int, finished: bool) -> stats.Floats:
-    if finished:
-        return numbers
-    sizes = np.full(numbers.shape[1], float(size))
-    return finalize.finish(numbers, sizes, sizes)

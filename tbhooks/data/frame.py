@@ -18,6 +18,7 @@ from tbhooks.data import ranks as spread
 from tbhooks.data import stats
 from tbhooks.data.artifacts import Artifact
 from tbhooks.data.artifacts.samples import NO_SAMPLES, Samples
+from tbhooks.data.artifacts.vectors import EXPERTS, TOKENS
 from tbhooks.data.checksums import Checksums
 from tbhooks.data.display import Names, display, mimebundle
 from tbhooks.data.errors import ArgumentError, UnknownSiteError, nearest
@@ -62,11 +63,15 @@ is the lowest rank that differs from most.
 EVALUATION_SINCE = "train.evaluation_since"
 # What is captured inside attention besides its output, at sites of their own such as `attention:softmax.entropy`. Each
 # is summarized by one of its statistics, which is also a statistic of the attention itself.
-INSIDE_ATTENTION = {"entropy": ("entropy", "mean"), "max_logit": ("logits", "max")}
+INSIDE_ATTENTION = {
+    "entropy": ("entropy", "mean"), "max_logit": ("logits", "max"), "first_token": ("first_token", "mean"),
+}  # fmt: skip
 GRADIENT_COSINE, BELOW_EPSILON = "gradient_cosine", "below_epsilon_fraction"
-AS_SCALARS = ("dead_fraction", "write_ratio", GRADIENT_COSINE, BELOW_EPSILON)
+AS_SCALARS = (
+    "dead_fraction", "write_ratio", GRADIENT_COSINE, BELOW_EPSILON, "max_load", "margin", "drop_rate", "entropy",
+)  # fmt: skip
 """Statistics that are written as scalars, with tags such as `activation.dead_fraction/relu`."""
-MORE_STATS = (*INSIDE_ATTENTION, *AS_SCALARS)
+MORE_STATS = tuple(dict.fromkeys((*INSIDE_ATTENTION, *AS_SCALARS)))
 """Statistics that only some sites have."""
 
 
@@ -147,9 +152,12 @@ class Reading:
 
     The names are `count mean std norm rms min max abs_max zero_fraction nan_count inf_count`, `skewness` and `kurtosis`
     (0 and 3 for a normal distribution, NaN if all elements are equal), `ratio` (of an update to the weight), the
-    quantiles `p01 p25 p50 p75 p99` (NaN without histograms), `dead_fraction` of ReLU units, and `entropy` and
-    `max_logit` of attention. A statistic that the site does not have is NaN; an unknown name raises an
-    `AttributeError`.
+    quantiles `p01 p25 p50 p75 p99` (NaN without histograms), `dead_fraction` of ReLU units, and `entropy`, `max_logit`
+    and `first_token` (the weight of the first key) of attention. A statistic that the site does not have is NaN; an
+    unknown name raises an `AttributeError`.
+
+    Of a router, `frame["layers.0.gate", "experts"]`, the statistics are those of `tokens`, the tokens of each expert;
+    further ones are `entropy`, `max_load`, `dead_fraction`, `margin` and `drop_rate`.
     """
 
     site: Site
@@ -162,6 +170,8 @@ class Reading:
     """The fraction of the elements that was read; less than 1 if `is_sampled`."""
     checksum: int | None = None
     """The checksum of the tensor's bits, if `Watch.checksums` was called; for an update, of the weight after it."""
+    vectors: Mapping[str, Floats] = field(default_factory=dict)
+    """Statistics of each head of attention (`entropy`, `max_logit`, `first_token`), or of each expert (`tokens`)."""
 
     def __getattr__(self, name: str) -> float:
         if name in MORE_STATS:
@@ -171,6 +181,11 @@ class Reading:
         if name == "ratio" and self.site.kind != "update":
             return float("nan")  # only an update has a weight as its reference
         return float(stats.stat(name, self.row[None], self.counts[None])[0])
+
+    @property
+    def tokens(self) -> Floats:
+        """The number of tokens that the router sent to each expert; empty for what is not a router."""
+        return self.vectors.get("tokens", np.zeros(0))
 
     @property
     def is_sampled(self) -> bool:
@@ -231,6 +246,8 @@ class Frame:
     checksums: Checksums = field(default_factory=lambda: bits.empty(0))
     """For each site the checksum of its bits and the number of its type, if `Watch.checksums` was called; else empty.
     """
+    vectors: Mapping[str, Floats] = field(default_factory=dict)
+    """Numbers of each expert or head, by a tag such as `experts.tokens/layers.0.gate`."""
 
     def __post_init__(self) -> None:
         n = len(self.sites)
@@ -263,8 +280,10 @@ class Frame:
     def __getitem__(self, key: tuple[str, str]) -> Reading:
         if not (isinstance(key, tuple) and len(key) == 2 and all(isinstance(part, str) for part in key)):
             raise ArgumentError(f'a frame is indexed by frame["path", "kind"], got {key!r}')
+        path, kind = key
+        if kind == EXPERTS and TOKENS + path in self.vectors:
+            return self._router(Site(path, kind))
         if key not in self._index:
-            path, kind = key
             kinds = [s.kind for s in self.sites if s.name == path]
             if kinds:
                 raise UnknownSiteError(f"no {kind} of {path!r} at step {self.step}: {nearest(str(kind), kinds)}")
@@ -275,7 +294,17 @@ class Frame:
         fraction = self.scalars.get(SAMPLED + site.name, 1.0) if site.kind == "update" else 1.0
         total, dtype = self.checksums[i].tolist() if len(self.checksums) else (0, 0)
         checksum = total if dtype else None
-        return Reading(site, self.values[i], self.buckets[i], self.spreads[i], self._more(site), fraction, checksum)
+        more, vectors = self._more(site), self._vectors(site)
+        return Reading(site, self.values[i], self.buckets[i], self.spreads[i], more, fraction, checksum, vectors)
+
+    def _router(self, site: Site) -> Reading:
+        vectors = self._vectors(site)
+        counts = np.zeros(self.buckets.shape[1], dtype=np.int64)
+        return Reading(site, stats.row_of(vectors["tokens"]), counts, more=self._more(site), vectors=vectors)
+
+    def _vectors(self, site: Site) -> dict[str, Floats]:
+        tags = {name: f"{site.kind}.{name}/{site.name}" for name in ("tokens", *INSIDE_ATTENTION)}
+        return {name: self.vectors[tag] for name, tag in tags.items() if tag in self.vectors}
 
     def _more(self, site: Site) -> dict[str, float]:
         tags = {name: f"{site.kind}.{name}/{site.name}" for name in AS_SCALARS}
@@ -294,6 +323,11 @@ class Frame:
         return bool(self.sites or self.scalars or self.findings or self.samples)
 
     @property
+    def routers(self) -> tuple[str, ...]:
+        """The paths of the routers whose experts were counted."""
+        return tuple(tag.removeprefix(TOKENS) for tag in self.vectors if tag.startswith(TOKENS))
+
+    @property
     def is_evaluation(self) -> bool:
         """Whether it was captured in evaluation passes, after the training step with the same number."""
         return bool(self.sites) and self.sites[0].kind.startswith(EVALUATION)
@@ -303,7 +337,8 @@ class Frame:
         return replace(self, sites=tuple(replace(site, kind=site.plain_kind) for site in self.sites))
 
     def __contains__(self, key: object) -> bool:
-        return key in self._index
+        is_router = isinstance(key, tuple) and key[1:] == (EXPERTS,) and key[0] in self.routers
+        return is_router or key in self._index
 
     def position(self, name: str, kind: str) -> int | None:
         """The index of a site in `sites`, `values` and `buckets`; None if the frame has no such site."""
@@ -326,6 +361,7 @@ class Frame:
             **({"spreads": self.spreads.tolist()} if self.spreads.size else {}),
             **({"samples": self.samples.to_dict()} if self.samples else {}),
             **({"checksums": self.checksums.tolist()} if self.checksums.any() else {}),
+            **({"vectors": {tag: vector.tolist() for tag, vector in self.vectors.items()}} if self.vectors else {}),
         }  # fmt: skip
 
     @classmethod
@@ -347,6 +383,7 @@ class Frame:
             spreads=np.array(data["spreads"], dtype=np.float64) if "spreads" in data else spread.empty(n),
             samples=Samples.from_dict(data["samples"]) if "samples" in data else NO_SAMPLES,
             checksums=bits.of_rows(data.get("checksums", ())),
+            vectors={tag: np.array(vector, dtype=np.float64) for tag, vector in data.get("vectors", {}).items()},
         )  # fmt: skip
 
     def compare(self, other: Frame) -> Any:

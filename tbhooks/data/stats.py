@@ -53,6 +53,16 @@ def empty_rows(n: int) -> Floats:
     return rows
 
 
+def row_of(numbers: Floats) -> Floats:
+    """The row of a few finite numbers."""
+    row: Floats = empty_rows(1)[0]
+    away = numbers - numbers.mean()
+    row[[COUNT, MEAN, MIN, MAX]] = len(numbers), numbers.mean(), numbers.min(), numbers.max()
+    row[[M2, M3, M4]] = [(away**power).sum() for power in (2, 3, 4)]
+    row[ZEROS] = (numbers == 0).sum()
+    return row
+
+
 def widened(values: Floats) -> Floats:
     """Rows that were written before the columns m3 and m4, with NaN for what is missing."""
     if values.shape[-1:] != (M3,):

@@ -14,13 +14,15 @@ from typing import Any
 from tensorboard.compat.proto import summary_pb2
 
 from tbhooks.data.artifacts.flights import FLIGHT
+from tbhooks.data.artifacts.vectors import EXPERTS, HEADS
 from tbhooks.data.frame import ALL_KINDS, CHANNEL, EVALUATION, Site
 from tbhooks.data.stats import QUANTILES, STATS
 from tbhooks.runs.stored_frames import Layout
 from tbhooks.sinks.tensorboard import PLUGIN
 from tbhooks.sinks.tensorboard.findings import DATA_TAG
 
-KINDS = (*ALL_KINDS, *(EVALUATION + kind for kind in ALL_KINDS), CHANNEL + "activation", CHANNEL + "weight", FLIGHT)
+KINDS = (*ALL_KINDS, *(EVALUATION + kind for kind in ALL_KINDS), CHANNEL + "activation", CHANNEL + "weight",
+         CHANNEL + EXPERTS, CHANNEL + HEADS, FLIGHT)  # fmt: skip
 """The kinds that are known by name, in display order."""
 _PREFIX = re.compile(r"[a-z_]+")
 _TAG = re.compile(rf"{PLUGIN}/(?P<kind>[a-z_.]+?)(?P<buckets>\.buckets)?(?:\.(?P<generation>[1-9]\d{{0,8}}))?")

@@ -19,6 +19,7 @@ from tbhooks.rules.activations import (
     saturated,
 )
 from tbhooks.rules.engine import RuleEngine
+from tbhooks.rules.experts import expert_collapse
 from tbhooks.rules.gradients import exploding_gradient, stale_second_moment, update_ratio, vanishing_gradient
 from tbhooks.rules.losses import divergence, loss_spike
 from tbhooks.rules.numerics import ASKED_FORMATS, low_precision, non_finite
@@ -46,6 +47,7 @@ SHIPPED = (
     evaluation_mode,
     divergence,
     stale_second_moment,
+    expert_collapse,
 )
 WITHOUT = "-"
 """Before the name of a rule that is to be left out."""
@@ -95,7 +97,7 @@ def _asked(rule: Any) -> Rule:
 
 __all__ = [
     "RULES", "SHIPPED", "Rule", "RuleEngine", "attention_collapse", "bad_init", "choose", "collapsed_variance",
-    "dead_units", "divergence", "evaluation_mode", "exploding_activation", "exploding_gradient", "loss_spike",
-    "low_precision", "missing_gradient", "non_finite", "replica_drift", "saturated", "sick_rank", "stale_second_moment",
-    "unchanged_weight", "update_ratio", "vanishing_gradient",
+    "dead_units", "divergence", "evaluation_mode", "expert_collapse", "exploding_activation", "exploding_gradient",
+    "loss_spike", "low_precision", "missing_gradient", "non_finite", "replica_drift", "saturated", "sick_rank",
+    "stale_second_moment", "unchanged_weight", "update_ratio", "vanishing_gradient",
 ]  # fmt: skip

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from tbhooks.data.frame import Site
+from tbhooks.data.frame import Reading, Site
 from tbhooks.data.stats import LOWER, ZEROS, Floats
 from tbhooks.rules.rule import RuleHit, rule, times
 from tbhooks.rules.run_view import Flags, RunView, Series, in_every_frame, median, usual_maximum
@@ -208,13 +208,14 @@ def collapsed_variance(view: RunView, *, share: float = 0.05, frames: int = 2) -
 
 @rule
 def attention_collapse(
-    view: RunView, *, entropy: float = 0.15, max_logit: float = 50.0, frames: int = 2
+    view: RunView, *, entropy: float = 0.15, max_logit: float = 50.0, heads: float = 0.25, frames: int = 2
 ) -> Iterator[RuleHit]:
     """Attention is concentrated on a single position because its logits have become too large.
 
     Needs `kinds=(..., "functional")`. Reported when the mean entropy of a softmax or scaled_dot_product_attention is
     below `entropy` of the uniform distribution's and its largest logit is above `max_logit`, in each of the last
-    `frames` frames: sharp heads are common, but not with such logits.
+    `frames` frames: sharp heads are common, but not with such logits. Also reported when that is so for a share of
+    `heads` of its heads.
     Try to normalise queries and keys, a lower learning rate, or warm-up; check the scale of the logits.
     """
     if len(view.frames) < frames:
@@ -224,21 +225,34 @@ def attention_collapse(
         if site.attention_stat is not None:
             continue
         readings = [f[site.name, site.kind] for f in view.frames[-frames:] if (site.name, site.kind) in f]
-        uniform = _uniform_entropy(view, site)
-        if len(readings) == frames and all(r.entropy < entropy * uniform and r.max_logit > max_logit for r in readings):
-            flagged.append((site, readings[-1]))
+        limit = entropy * _uniform_entropy(view, site)
+        if len(readings) < frames:
+            continue
+        in_heads = _collapsed_heads(readings, limit, max_logit)
+        if all(r.entropy < limit and r.max_logit > max_logit for r in readings) or in_heads.mean() >= heads:
+            flagged.append((site, readings[-1], in_heads))
     if flagged:
-        site, reading = flagged[0]
+        site, reading, in_heads = flagged[0]
+        which = f" in {in_heads.sum()} of {len(in_heads)} heads" if in_heads.any() else ""
         yield RuleHit(
             site,
-            f"Attention of {site.name} collapsed: entropy {reading.entropy:.2g} nats, largest logit "
+            f"Attention of {site.name} collapsed{which}: entropy {reading.entropy:.2g} nats, largest logit "
             f"{reading.max_logit:.3g}",
             "Normalise queries and keys, reduce the learning rate, use warm-up, or check the scale of the logits",
             evidence={"entropy": reading.entropy, "max_logit": reading.max_logit,
-                      "excess": reading.max_logit / max_logit},
+                      "heads": np.flatnonzero(in_heads).tolist(), "excess": reading.max_logit / max_logit},
             since=view.step(frames - 1),
             others=len(flagged) - 1,
         )  # fmt: skip
+
+
+def _collapsed_heads(readings: Sequence[Reading], limit: float, max_logit: float) -> Flags:
+    """Which heads are below the entropy and above the logit in every frame; one that is not, without heads."""
+    names = ("entropy", "max_logit")
+    if any(name not in reading.vectors for reading in readings for name in names):
+        return np.zeros(1, dtype=bool)
+    each = [(reading.vectors["entropy"] < limit) & (reading.vectors["max_logit"] > max_logit) for reading in readings]
+    return in_every_frame(np.array(each)) if len({len(flags) for flags in each}) == 1 else np.zeros(1, dtype=bool)
 
 
 def _uniform_entropy(view: RunView, site: Site) -> float:

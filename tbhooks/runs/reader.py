@@ -19,6 +19,7 @@ from tbhooks.data import checksums
 from tbhooks.data.artifacts import ENVIRONMENT
 from tbhooks.data.artifacts.flights import FLIGHT
 from tbhooks.data.artifacts.samples import NO_SAMPLES, Samples
+from tbhooks.data.artifacts.vectors import EXPERTS, HEADS, finished
 from tbhooks.data.checksums import Checksums
 from tbhooks.data.errors import TbhooksError
 from tbhooks.data.frame import CHANNEL, EVALUATION, SAMPLED, Finding, Frame, Site
@@ -48,7 +49,7 @@ _FRAME_FILE_START = b'{"step":'
 _CHECKED_BYTES = 128 << 20
 _MAX_PROBLEMS = 50
 # The groups of scalars that belong to a frame, unless the user chose another group in `Watch.log`.
-_FRAME_GROUPS = ("train/", "train.")
+_FRAME_GROUPS = ("train/", "train.", f"{EXPERTS}.")
 
 _ENVIRONMENT_TAG = f"{ENVIRONMENT}/text_summary"
 
@@ -325,6 +326,7 @@ class RunReader:
             np.concatenate(values) if values else np.zeros((0, WIDTH)),
             np.zeros((sum(map(len, values)), 0), dtype=np.int64), step.findings, step.scalars,
             samples=step.samples, checksums=_checksums(step, chosen),
+            vectors={} if of_channels else _vectors_of(step),
         )  # fmt: skip
         counts = {kind: packed for kind, packed in step.counts.items() if kind in chosen}
         fitting = {kind: packed for kind, packed in counts.items() if packed.sites == len(chosen[kind][0].sites)}
@@ -372,6 +374,17 @@ def starts_with_frame(path: Path) -> bool:
 def _short(text: object) -> str:
     line = " ".join(str(text).split())
     return line if len(line) <= 120 else f"{line[:100]}... ({len(line)} characters)"
+
+
+def _vectors_of(step: _Step) -> Mapping[str, Floats]:
+    """Numbers of each expert and head, from the rows of their maps."""
+    vectors: dict[str, Floats] = {}
+    for kind in (CHANNEL + EXPERTS, CHANNEL + HEADS):
+        if kind in step.rows:
+            layout, rows = step.rows[kind]
+            recorded = recorded_sites(rows)
+            vectors |= finished([layout.sites[i] for i in recorded], rows[recorded]).vectors
+    return vectors
 
 
 def _check_types(frame: Frame) -> None:

@@ -30,6 +30,7 @@ TITLES: Mapping[str, str] = {
     "loss_spike": "loss spike",
     "exploding_gradient": "exploding gradients",
     "attention_collapse": "attention collapse",
+    "expert_collapse": "expert collapse",
     "saturated": "saturated activation function",
     "exploding_activation": "exploding activations",
     "dead_units": "dead units",

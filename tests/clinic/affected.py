@@ -22,6 +22,7 @@ from tests.clinic.training import (
     predict,
     sgd,
     stepper,
+    tokens,
     vectors,
 )
 
@@ -293,6 +294,31 @@ def attention_blown_up() -> Training:
     return Training(model, stepper(adam(model), predict(model)), kinds=(*KINDS, "functional"))
 
 
+def _biased_router(bias: float, experts: slice) -> Training:
+    """A GPT-OSS whose first router has a bias for or against some of its eight experts."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 16, "vocab_size": 128}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "eos_token_id": None, "pad_token_id": None}
+    model = GptOssForCausalLM(GptOssConfig(**sizes, **heads, num_local_experts=8, num_experts_per_tok=2))
+    with torch.no_grad():
+        model.model.layers[0].mlp.router.bias[experts] = bias
+
+    def loss_of(number: int) -> Tensor:
+        chosen = tokens()
+        return model(input_ids=chosen, labels=chosen).loss
+
+    return Training(model, stepper(adam(model), loss_of), steps=50, experts=True)
+
+
+def collapsed_router() -> Training:
+    return _biased_router(20.0, slice(2))
+
+
+def dead_expert() -> Training:
+    return _biased_router(-20.0, slice(5, 6))
+
+
 def learning_rate_too_small() -> Training:
     model = Transformer()
     return Training(model, stepper(adam(model, 1e-8), predict(model)))
@@ -390,6 +416,14 @@ AFFECTED = (
     Case("log of zero, every 50", logarithm_of_zero, ("non_finite",), onset=150),
     Case("NaN in one layer", nan_in_one_layer, ("non_finite",), ("4",), onset=40),
     Case("attention logits blown up", attention_blown_up, ("attention_collapse",), ("blocks.1:softmax",)),
+    Case(
+        "router of two experts",
+        collapsed_router,
+        ("expert_collapse",),
+        ("model.layers.0.mlp.router",),
+        severity="error",
+    ),
+    Case("expert without tokens", dead_expert, ("expert_collapse",), ("model.layers.0.mlp.router",)),
     Case("learning rate too small, Adam", learning_rate_too_small, ("update_ratio",)),
     Case("learning rate too small, SGD", learning_rate_too_small_sgd, ("update_ratio",)),
     Case("representation collapse", representation_collapse, ("collapsed_variance",), ("2",), onset=20),

@@ -120,12 +120,22 @@ def bert() -> Training:
     return _plain(model, loss_of, kinds=(*KINDS, "functional"))
 
 
-def mixtral() -> Training:
+def _mixtral(experts: int, **options: Any) -> nn.Module:
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    config = MixtralConfig(**_WORDS, **_SIZES, num_key_value_heads=1, num_local_experts=4, output_router_logits=True)
-    model = MixtralForCausalLM(config)
-    return _plain(model, _language(model))
+    config = MixtralConfig(**_WORDS, **_SIZES, num_key_value_heads=1, num_local_experts=experts, **options)
+    return MixtralForCausalLM(config)
+
+
+def mixtral() -> Training:
+    model = _mixtral(4, output_router_logits=True)
+    return _plain(model, _language(model), experts=True)
+
+
+def fresh_mixtral() -> Training:
+    """The first steps of a router that nothing balances yet."""
+    model = _mixtral(8)
+    return _plain(model, _language(model), experts=True, steps=30)
 
 
 class Recurrent(nn.Module):
@@ -367,6 +377,7 @@ NORMAL = (
     Case("GPT-2", gpt2),
     Case("BERT", bert),
     Case("Mixtral (MoE)", mixtral),
+    Case("Mixtral, freshly initialised", fresh_mixtral),
     Case("LSTM", lstm),
     Case("RNN, clipped", clipped_rnn),
     Case("GAN", gan),

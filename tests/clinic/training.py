@@ -32,6 +32,7 @@ class Training:
     kinds: tuple[str, ...] = KINDS
     rules: str | Sequence[str] = "default"
     evaluated: bool = False
+    experts: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,8 @@ def train(case: Case, seed: int = 0) -> tuple[History, list[Finding], int]:
     with tbhooks.watch(training.model, every=training.every, kinds=training.kinds, rules=training.rules) as watching:
         if training.evaluated:
             watching.evaluation()
+        if training.experts:
+            watching.experts()
         for number in range(training.steps):
             watching.log({"loss": training.step(number)})
     assert watching.stats.errors == 0, watching.stats.messages

@@ -494,6 +494,28 @@ def noise_scale(rank: int, ranks: str, parts: int) -> Any:
     return (dict(w.latest.scalars) if w.latest else {}), gradients, w.stats.errors, w.stats.messages
 
 
+def routing(rank: int) -> Any:
+    """Two micro-batches of a mixture of experts, of another size on each rank, merged; and the logits of this rank."""
+    from tests.support import moe_models
+
+    torch.manual_seed(0)
+    model = moe_models.Net()
+    logits: dict[str, list[Any]] = {}
+    for path, module in model.named_modules():
+        if path.endswith("gate"):
+            kept = logits.setdefault(path, [])
+            module.register_forward_hook(lambda _m, _a, output, kept=kept: kept.append(output.detach().numpy().copy()))
+    w = tbhooks.watch(model, None, 1, ranks="merge").experts()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for size in (4 + 9 * rank, 3):
+        torch.manual_seed(10 * rank + size)
+        loss_of(model(torch.randn(size, 8))).backward()
+    optimizer.step()
+    w.flush()
+    w.close()
+    return dict(w.history[0].vectors) if w.history[:] else {}, dict(w.history[0].scalars), logits, w.stats.errors
+
+
 def dropping(rank: int) -> Any:
     """Rank 1 is out of memory for numbers, and drops every step."""
     if rank == 1:

@@ -135,7 +135,7 @@ def _compile_frame(frame: _Frame) -> Any:
             raise
     finally:
         del dynamo.traced[before:]
-        dynamo.running_calls.stack = running
+        dynamo.restore_calls(running)
     result = _compile_without(frame, watches)  # raises if it is not because of us
     for watching in able:
         watching.on_lost_code(frame.code, problem, had_hooks[watching])

@@ -131,14 +131,14 @@ def hook_id(observer: GraphObserver) -> Tensor:
 
 
 def _run_observe(tensor: Tensor | None, kind: str, index: str, gradient: str, hook_id: Tensor, step_id: Tensor) -> None:
-    with _collect_failures("an operator in compiled code"):
+    with collect_failures("an operator in compiled code"):
         observer = _observers.get(int(hook_id))
         if observer is not None and tensor is not None:
             observer.on_graph_tensor(tensor, kind, index, gradient, int(step_id))
 
 
 def _run_begin(hook_id: Tensor) -> None:
-    with _collect_failures("an operator in compiled code"):
+    with collect_failures("an operator in compiled code"):
         observer = _observers.get(int(hook_id))
         if observer is not None:
             observer.on_graph_begin()
@@ -149,14 +149,14 @@ find_running_hook: Callable[[], GraphHook | None] = lambda: None  # noqa: E731
 
 
 def _run_running_hook(_step_id: Tensor) -> Tensor:
-    with _collect_failures("a tap in compiled code"):
+    with collect_failures("a tap in compiled code"):
         hook = find_running_hook()
         return (NO_HOOK_ID if hook is None else hook.hook_id).clone()
     return NO_HOOK_ID.clone()
 
 
 def _run_running_step(step_id: Tensor) -> Tensor:
-    with _collect_failures("a tap in compiled code"):
+    with collect_failures("a tap in compiled code"):
         hook = find_running_hook()
         return (step_id if hook is None else hook.gate.step_id).clone()
     return step_id.clone()
@@ -168,7 +168,8 @@ MOST_FAILURES = 20
 
 
 @contextlib.contextmanager
-def _collect_failures(where: str) -> Iterator[None]:
+def collect_failures(where: str) -> Iterator[None]:
+    """Catches exceptions in what is compiled with the model; every watch reports them."""
     try:
         yield
     except Exception as problem:
@@ -275,7 +276,7 @@ def observe(tensor: Tensor, kind: str, index: str, wants_gradient: bool, hook_id
 
     torch._dynamo keeps the call as one node. Its body is traced later, by AOTAutograd, where tensors take hooks again.
     """
-    with _collect_failures("a hook in compiled code"):
+    with collect_failures("a hook in compiled code"):
         gradient_kind = kind.replace("activation", "gradient", 1)
         comes = NO_GRADIENT
         if wants_gradient and tensor.requires_grad and not tensor.is_leaf:  # a leaf and its hook outlive the graph
@@ -297,7 +298,7 @@ def _backward_is_compiled() -> bool:
 
 def observe_pair(given: Tensor, output: Tensor, index: str, hook_id: Tensor, step_id: Tensor) -> None:
     """Adds to the graph the ratio of what a module changes of its first input, and an operator that observes it."""
-    with _collect_failures("a hook in compiled code"), torch.no_grad():
+    with collect_failures("a hook in compiled code"), torch.no_grad():
         if output.is_floating_point():
             with torch.autocast(output.device.type, enabled=False):
                 ratio = write_ratio(given.detach(), output.detach())
@@ -309,25 +310,50 @@ class _RunningCalls(threading.local):
 
     def __init__(self) -> None:
         self.stack: list[tuple[Tensor, Tensor, bool]] = []
+        self.mode: Any = None
+        """What observes the operations of these modules, if any of them reads operations."""
 
 
 running_calls = _RunningCalls()
 
 
-def enter_module(hook_id: Tensor, step_id: Tensor, is_read: bool) -> None:
+make_mode: Callable[[], Any] = lambda: None  # noqa: E731
+"""Makes what observes operations while a graph is traced; set by compile/graph_operations.py."""
+
+
+def enter_module(hook_id: Tensor, step_id: Tensor, is_read: bool, reads_operations: bool = False) -> None:
     """The forward of a module begins. A node of the graph, of which AOTAutograd leaves nothing."""
     running_calls.stack.append((hook_id, step_id, is_read))
+    if reads_operations:
+        running_calls.mode = running_calls.mode or make_mode()
+        running_calls.mode.enter(len(running_calls.stack))
 
 
 def leave_module(_hook_id: Tensor) -> None:
     """It has ended."""
     if running_calls.stack:
         running_calls.stack.pop()
+    if running_calls.mode is not None:
+        running_calls.mode.leave(len(running_calls.stack))
+
+
+def restore_calls(stack: list[tuple[Tensor, Tensor, bool]]) -> None:
+    """Only these calls still run: tracing, or a graph that a backend does not trace, may have ended by an exception."""
+    running_calls.stack = stack
+    if running_calls.mode is not None:
+        running_calls.mode.leave(len(stack))
+
+
+def observe_operation(tensor: Tensor, kind: str, index: str) -> None:
+    """Adds an operator for a tensor inside an operation, for the module whose forward is running."""
+    if running_calls.stack and running_calls.stack[-1][2]:
+        hook_id, step_id, _ = running_calls.stack[-1]
+        _observe(tensor.detach(), kind, index, NO_GRADIENT, hook_id, step_id)
 
 
 def observe_tap(tensor: Tensor, name: str, index: str, step_id: Tensor) -> None:
     """Adds operators for a tapped tensor and its gradient to the graph, for the module whose forward is running."""
-    with _collect_failures("a tap in compiled code"):
+    with collect_failures("a tap in compiled code"):
         if running_calls.stack:
             hook_id, step_id, is_read = running_calls.stack[-1]
         else:  # the module that has called the graph

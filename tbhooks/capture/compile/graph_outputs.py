@@ -48,6 +48,17 @@ class GraphReader:
             forward = context.graph_passes.setdefault(step_id, provisional or step.passes.current())
             self._read(context, step.passes.note(forward), hook, tensor, kind, index, gradient)
 
+    def on_operation(self, hook: ForwardHook, tensor: Tensor, kind: str, index: str) -> None:
+        """Reads a tensor inside an operation, or the numbers of its heads."""
+        what, _, name = kind.partition(":")
+        recorder = None if in_backward() or not hook.reads_operations else self._step.active_recorder()
+        if recorder is None or recorder.overflowed:
+            return
+        if what == "functional":
+            self._outputs.read_operation(recorder, hook, f"{hook.path}:{name}", index, tensor)
+        elif recorder is self._step.recorder:
+            self._step.heads.add(f"{hook.path}:{name}{index}", tensor, self._step.current_pass(recorder))
+
     def _on_gradient(self, hook: ForwardHook, tensor: Tensor, index: str, step_id: int) -> None:
         context = self._step.context
         expected = None if context is None else context.graph_gradients.get((hook.path, index))

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-Inside = Iterator[tuple[str, Tensor]]
-Compute = Callable[[tuple[Any, ...], dict[str, Any], Tensor], Inside]
+Inside = Iterator[tuple[str, Tensor, Tensor | None]]
+"""The name of each part, its numbers, and those of each query as [..., heads, queries] if there are heads."""
+Compute = Callable[[tuple[Any, ...], dict[str, Any], Tensor, int | None], Inside]
+"""Called with the arguments of an operation, its result, and the number of heads that the module names."""
 
 # Logits are computed in parts of at most this many elements, or of one query.
 MOST_LOGITS = 1 << 22
@@ -28,27 +30,85 @@ NO_ENTROPY = 1e-25
 MOST_HEADS, MOST_QUERIES = 16, 128
 
 
-def inside_softmax(args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Inside:
-    """The logits, and the entropy of each distribution."""
+def inside_softmax(args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor, heads: int | None = None) -> Inside:
+    """The logits, the entropy of each distribution, and of attention the weight of the first key."""
     logits: Tensor = args[0] if args else kwargs["input"]
     if logits is result or not (logits.is_floating_point() and result.is_floating_point()):
         return
-    yield "logits", logits
     dim = args[1] if len(args) > 1 else kwargs.get("dim")
     if dim is None:
         dim = 0 if logits.dim() in (0, 1, 3) else 1  # softmax's own default
-    yield "entropy", _entropies(logits, dim)
+    entropy = _entropies(logits, dim)
+    if dim not in (-1, logits.dim() - 1) or (by_head := _by_head(logits, heads)) is None or not logits.numel():
+        yield "logits", logits, None
+        yield "entropy", entropy, None
+        return
+    shape = by_head.shape[:-1]
+    yield "logits", logits, by_head.amax(-1)
+    yield "entropy", entropy, entropy.reshape(shape)
+    first = result.detach()[..., 0]
+    yield "first_token", first, first.reshape(shape)
 
 
-def inside_attention(args: tuple[Any, ...], kwargs: dict[str, Any], _result: Tensor) -> Inside:
-    """The largest logit of each query, and the entropy of its weights."""
+def _by_head(logits: Tensor, heads: int | None) -> Tensor | None:
+    """Logits as [batch, heads, queries, keys]; None without heads. nn.MultiheadAttention joins the first two."""
+    if logits.dim() == 3 and heads and logits.size(0) % heads == 0:
+        return logits.detach().reshape(-1, heads, *logits.shape[1:])
+    return logits.detach() if logits.dim() >= 4 else None
+
+
+def inside_attention(
+    args: tuple[Any, ...], kwargs: dict[str, Any], _result: Tensor, _heads: int | None = None
+) -> Inside:
+    """Of each query the largest logit, the entropy of its weights, and the weight of the first key."""
     call = _parse(args, kwargs)
     if call is None:
         return
     with torch.no_grad(), torch.autocast(call.query.device.type, enabled=False):
         found = _per_query(*call.tensors, call.scale, call.causal)
-    for part, numbers in zip(("logits", "entropy"), found, strict=True):
-        yield part, numbers.flatten(-3, -2) if call.grouped else numbers
+    for part, numbers in zip(("logits", "entropy", "first_token"), found, strict=True):
+        of_heads = numbers.flatten(-3, -2) if call.grouped else numbers
+        yield part, of_heads, of_heads if of_heads.dim() >= 3 else None
+
+
+def inside_flex_attention(
+    args: tuple[Any, ...], kwargs: dict[str, Any], _result: Tensor, _heads: int | None = None
+) -> Inside:  # fmt: skip
+    """The same of the operator behind `flex_attention`, with its own functions of scores and masks."""
+    names = ("query", "key", "value", "score_mod", "block_mask", "scale", "kernel_options", "of_scores", "of_masks")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    query, key = given["query"], given["key"]
+    key = key.repeat_interleave(query.size(1) // key.size(1), 1).expand(query.size(0), -1, -1, -1)
+    score = _over_all_indices(given["score_mod"], given["of_scores"], 1)
+    mask = _over_all_indices(given["block_mask"][-1], given["of_masks"], 0)
+    with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
+        size = 0 if _is_symbolic(query, key) else max(1, MOST_LOGITS // math.prod((*query.shape[:2], key.size(2))))
+        firsts = range(0, query.size(2), size) if size else (0,)
+        rows = [(query if len(firsts) == 1 else query[:, :, first : first + size], first) for first in firsts]
+        parts = [_of_logits(_flex_logits(part, key, first, given["scale"], score, mask)) for part, first in rows]
+        found = _joined(parts, -1)
+    for part, numbers in zip(("logits", "entropy", "first_token"), found, strict=True):
+        yield part, numbers, numbers
+
+
+def _over_all_indices(function: Any, buffers: tuple[Any, ...], scores: int) -> Callable[..., Tensor]:
+    """A function of batch, head, query and key, and of a score before them, as one of all of them."""
+    from torch.nn.attention.flex_attention import _vmap_for_bhqkv  # noqa: PLC0415  slow to import
+
+    mapped = _vmap_for_bhqkv(function, prefix=(0,) * scores, suffix=(None,) * len(buffers))
+    return lambda *given: mapped(*given, *buffers)
+
+
+def _flex_logits(
+    query: Tensor, key: Tensor, first: int, scale: float, score: Callable[..., Tensor], mask: Callable[..., Tensor]
+) -> Tensor:
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex  # noqa: PLC0415
+
+    logits = torch.matmul(query.float(), key.float().transpose(-2, -1)) * scale
+    starts = (0, 0, first, 0)
+    indices = [torch.arange(n, n + size, device=key.device) for n, size in zip(starts, logits.shape, strict=True)]
+    with TransformGetItemToIndex():
+        return torch.where(mask(*indices), score(logits, *indices), -math.inf)
 
 
 def first_weights(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
@@ -110,13 +170,21 @@ def _parse(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Attention | None:
 
 
 INSIDE: dict[str, Compute] = {"softmax": inside_softmax, "scaled_dot_product_attention": inside_attention}
+FLEX = "flex_attention"
 
 
 @torch.no_grad()
 def _entropies(logits: Tensor, dim: int) -> Tensor:
     """In nats. Masked logits stay finite on the way, and add nothing; where all are masked it is NaN."""
+    return _entropies_of_logs(_log_weights(logits, dim), dim)
+
+
+def _log_weights(logits: Tensor, dim: int) -> Tensor:
     wide = None if logits.dtype.itemsize >= 4 else torch.float32
-    logs = torch.log_softmax(logits, dim, dtype=wide).clamp_(min=FAINTEST)
+    return torch.log_softmax(logits, dim, dtype=wide).clamp_(min=FAINTEST)
+
+
+def _entropies_of_logs(logs: Tensor, dim: int) -> Tensor:
     return F.hardshrink(logs.exp().mul_(logs).sum(dim).neg_().float(), NO_ENTROPY)
 
 
@@ -136,8 +204,14 @@ def _of_one_shape(query: Tensor, key: Tensor, mask: Tensor | None) -> tuple[Tens
     return query.expand(*lead, -1, -1), key.expand(*lead, -1, -1), mask
 
 
-def _per_query(query: Tensor, key: Tensor, mask: Tensor | None, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """The largest logit and the entropy of each query, in parts whose temporaries are small."""
+_PerQuery = tuple[Tensor, Tensor, Tensor]
+"""The largest logit of each query, its entropy, and its weight of the first key."""
+
+
+def _per_query(query: Tensor, key: Tensor, mask: Tensor | None, scale: float, causal: bool) -> _PerQuery:
+    """In parts whose temporaries are small."""
+    if _is_symbolic(query, key):
+        return _of_all_rows(query, key, mask, scale, causal)
     rows, keys, width = query.size(-2), key.size(-2), key.size(-1)
     elements = math.prod(query.shape[:-2]) * max(rows * keys, rows * width, keys * width)
     dim = next((dim for dim, size in enumerate(query.shape[:-2]) if size > 1), None)
@@ -149,16 +223,32 @@ def _per_query(query: Tensor, key: Tensor, mask: Tensor | None, scale: float, ca
     return _joined([_per_query(*part, scale, causal) for part in parts], dim)
 
 
-def _by_rows(query: Tensor, key: Tensor, mask: Tensor | None, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    keys = key.float().transpose(-2, -1)
+def _is_symbolic(*tensors: Tensor) -> bool:
+    """Whether a graph for any length is being traced: splitting into parts would fix its shapes."""
+    return any(isinstance(size, torch.SymInt) for tensor in tensors for size in tensor.shape)
+
+
+def _by_rows(query: Tensor, key: Tensor, mask: Tensor | None, scale: float, causal: bool) -> _PerQuery:
     size = max(1, MOST_LOGITS // (math.prod(query.shape[:-2]) * key.size(-2)))
-    parts = []
+    parts, key = [], key.float()
     for first in range(0, query.size(-2), size):
-        logits = torch.matmul(query[..., first : first + size, :].float() * scale, keys)
-        rows = torch.arange(first, first + logits.size(-2), device=key.device) if causal else None
-        logits = _masked(logits, rows, None if mask is None else mask[..., first : first + size, :])
-        parts.append((logits.amax(-1), _entropies(logits, -1)))
+        of_rows = None if mask is None else mask[..., first : first + size, :]
+        parts.append(_of_all_rows(query[..., first : first + size, :], key, of_rows, scale, causal, first))
     return _joined(parts, -1)
+
+
+def _of_all_rows(
+    query: Tensor, key: Tensor, mask: Tensor | None, scale: float, causal: bool, first: int = 0
+) -> _PerQuery:  # fmt: skip
+    """Of queries that begin at the position `first`."""
+    logits = torch.matmul(query.float() * scale, key.float().transpose(-2, -1))
+    rows = torch.arange(first, first + query.size(-2), device=key.device) if causal else None
+    return _of_logits(_masked(logits, rows, mask))
+
+
+def _of_logits(logits: Tensor) -> _PerQuery:
+    logs = _log_weights(logits, -1)
+    return logits.amax(-1), _entropies_of_logs(logs, -1), logs[..., 0].exp()
 
 
 def _masked(logits: Tensor, causal_rows: Tensor | None, mask: Tensor | None) -> Tensor:
@@ -171,6 +261,6 @@ def _masked(logits: Tensor, causal_rows: Tensor | None, mask: Tensor | None) -> 
     return logits
 
 
-def _joined(parts: list[tuple[Tensor, Tensor]], dim: int) -> tuple[Tensor, Tensor]:
-    largest, entropy = zip(*parts, strict=True)
-    return torch.cat(largest, dim), torch.cat(entropy, dim)
+def _joined(parts: list[_PerQuery], dim: int) -> _PerQuery:
+    largest, entropy, first = zip(*parts, strict=True)
+    return torch.cat(largest, dim), torch.cat(entropy, dim), torch.cat(first, dim)

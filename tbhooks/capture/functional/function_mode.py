@@ -33,6 +33,8 @@ Given = tuple[tuple[Any, ...], dict[str, Any]]
 OnResult = Callable[[str, str, Tensor], bool | None]
 """Called with the site's path such as "encoder.layer.0.attention:softmax", an index such as "" or "[1]", and a tensor.
 Returns whether a collector wants it."""
+OnHeads = Callable[[str, str, Tensor], None]
+"""Called with the path and index of a site inside attention, and its numbers as [..., heads, queries]."""
 Collect = Callable[[str, str, str, Tensor], None]
 """Calls the collectors with a path, a kind, an index and a tensor."""
 
@@ -255,12 +257,13 @@ class FunctionalObserver:
     three calls below.
     """
 
-    def __init__(self, on_result: OnResult, collect: Collect, report: Report) -> None:
+    def __init__(self, on_result: OnResult, on_heads: OnHeads, collect: Collect, report: Report) -> None:
         self.era = object()
         """Replaced when everything is forgotten, so that other threads notice."""
         self.is_enabled = True
         """Whether anything is observed; a hook that was removed may be called once more."""
         self._on_result = on_result
+        self._on_heads = on_heads
         self._collect = collect
         self._report = report
         self._local = threading.local()
@@ -313,7 +316,8 @@ class FunctionalObserver:
                         index = call.index(name)
                         is_collected = self._on_result(path, index, tensor)
                         if name in attention.INSIDE:
-                            self._compute_inside(path, index, tensor, attention.INSIDE[name], given)
+                            heads = getattr(call.module(), "num_heads", None)
+                            self._compute_inside(path, index, tensor, attention.INSIDE[name], given, heads)
                         if is_collected and name == "scaled_dot_product_attention":
                             self._collect_weights(path, index, given)
             self._failing.worked(path)
@@ -325,12 +329,14 @@ class FunctionalObserver:
             self._report.leave(started)
 
     def _compute_inside(
-        self, path: str, index: str, result: Tensor, compute: attention.Compute, given: Given
+        self, path: str, index: str, result: Tensor, compute: attention.Compute, given: Given, heads: int | None
     ) -> None:  # fmt: skip
         args, kwargs = given
         if self._can_compute(f"{path}.entropy", ((result, *args), kwargs)):
-            for part, inside in compute(args, kwargs, result):
+            for part, inside, by_head in compute(args, kwargs, result, heads):
                 self._on_result(f"{path}.{part}", index, inside)
+                if by_head is not None:
+                    self._on_heads(f"{path}.{part}", index, by_head)
 
     def _collect_weights(self, path: str, index: str, given: Given) -> None:
         weights = attention.first_weights(*given) if self._can_compute(f"{path}.weights", given) else None

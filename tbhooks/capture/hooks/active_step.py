@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Set
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from tbhooks.capture.autograd import NO_BACKWARD, in_backward, running_backward
 from tbhooks.capture.compile.dynamo import CompileGate
 from tbhooks.capture.cuda_graphs import GraphCapture
+from tbhooks.capture.functional.heads import HeadRows
 from tbhooks.capture.hooks.collectors import Collectors
 from tbhooks.capture.hooks.dead_units import DeadUnits
 from tbhooks.capture.hooks.hook_types import ForwardHook
@@ -61,6 +63,7 @@ class ActiveStep:
         self.admission = Admission(gate)
         self.collectors = Collectors(report)
         self.dead_units = DeadUnits()
+        self.heads = HeadRows(report)
         self.graph_capture = GraphCapture(model, report)
         """Whether a CUDA graph is being captured: nothing is read then."""
         self._model = model
@@ -72,6 +75,7 @@ class ActiveStep:
     def open(self) -> None:
         self.context = StepContext()
         self.passes.forget()
+        self.heads.forget()
         self.collectors.begin()
 
     def reopen(self) -> None:
@@ -79,8 +83,21 @@ class ActiveStep:
         self.open()
         self.recorder.restart()
 
+    def drop(self, forwards: Set[Pass]) -> None:
+        """These forwards are not part of the step."""
+        self.dead_units.drop(forwards)
+        self.heads.drop(forwards)
+        self.collectors.drop(forwards)
+
+    def end_reading(self) -> None:
+        """What was kept until the step ended goes into the recorder."""
+        self.dead_units.log(self.recorder)
+        self.heads.log(self.recorder)
+        self.collectors.end(self.recorder)
+
     def close(self) -> None:
         self.dead_units.forget()
+        self.heads.forget()
         self.collectors.forget()
         if self.context is not None:
             self.context.remove_leaf_hooks()

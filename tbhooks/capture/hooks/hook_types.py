@@ -242,7 +242,10 @@ class EnterHook(UnpicklableHook):
     @dynamo_skip
     def __call__(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
-            self.hook.gate.compiling()
+            gate = self.hook.gate
+            if gate.compiling() and (gate.open or gate.evaluation):
+                is_read = gate.open or not module.training
+                dynamo.enter_module(self.hook.hook_id, gate.step_id, is_read, self.hook.reads_operations)
         elif not in_backward():
             self.hook.observer.on_call(self.hook)
             self.functional.enter_module(self.hook.path, module)
@@ -251,15 +254,19 @@ class EnterHook(UnpicklableHook):
 class LeaveHook(UnpicklableHook):
     """Called when a module's forward ends, also by an exception."""
 
-    __slots__ = ("functional", "path")
+    __slots__ = ("functional", "hook")
 
-    def __init__(self, functional: FunctionalObserver, path: str) -> None:
-        self.functional, self.path = functional, path
+    def __init__(self, functional: FunctionalObserver, hook: ForwardHook) -> None:
+        self.functional, self.hook = functional, hook
 
     @dynamo_skip
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not torch.compiler.is_compiling() and not in_backward():
-            self.functional.leave_module(self.path)
+        if torch.compiler.is_compiling():
+            gate = self.hook.gate
+            if gate.compiling() and (gate.open or gate.evaluation):
+                dynamo.leave_module(self.hook.hook_id)
+        elif not in_backward():
+            self.functional.leave_module(self.hook.path)
 
 
 class MarkHook(UnpicklableHook):

@@ -355,7 +355,7 @@ class HookManager:
         if self.gate.has_taps:
             yield module.register_forward_hook(MarkHook(hook, begins=False))
         if self._functional is not None:
-            yield _hook_end(module, LeaveHook(self._functional, hook.path))
+            yield _hook_end(module, LeaveHook(self._functional, hook))
         if hook.path == ROOT:
             yield _hook_end(module, EndHook(self._observer))
 

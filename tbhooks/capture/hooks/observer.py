@@ -21,7 +21,9 @@ from tbhooks.capture.autograd import (
     tracing_state,
     without_dispatch_modes,
 )
+from tbhooks.capture.compile import dynamo
 from tbhooks.capture.compile.dynamo import CompileGate
+from tbhooks.capture.compile.graph_operations import HEADS, OPERATION
 from tbhooks.capture.compile.graph_outputs import GraphReader
 from tbhooks.capture.functional.function_mode import FunctionalObserver
 from tbhooks.capture.hooks.active_step import NOT_TRAINED, ActiveStep, StepListener
@@ -55,10 +57,10 @@ class Observer:
         self._gradients = GradientReader(self._step, listener, report)
         self._outputs = OutputReader(self._step, self._gradients, report)
         self._graphs = GraphReader(self._step, self._outputs, self._gradients, report)
-        self.collectors, self.units = self._step.collectors, self._step.dead_units
+        self.collectors = self._step.collectors
         self.graph_capture = self._step.graph_capture
         self._functional = (
-            FunctionalObserver(self._on_operation, self._collect_inside, report)
+            FunctionalObserver(self._on_operation, self._on_heads, self._collect_inside, report)
             if recorder.wants("functional")
             else None
         )
@@ -114,7 +116,7 @@ class Observer:
     def end(self, keep_hooks: bool) -> None:
         """Closes a step that ran to its end, and reports what was expected in it and did not come."""
         if self._functional is not None and self.gate.was_compiled:
-            self._report.mark_unseen("functional", "operations inside compiled code are not read")
+            self._report.mark_unseen("functional", "of operations inside compiled code only attention is read")
         if self.seen is not None:
             self.placement.report_lost(self.seen.called)
             watched = [path for path, hook in self.placement.hooks.items() if hook.reads]
@@ -145,6 +147,8 @@ class Observer:
 
     def _close(self) -> None:
         self._step.close()
+        if self.gate.was_compiled:
+            dynamo.restore_calls([])
         if self._functional is not None:
             self._functional.abandon()
 
@@ -175,13 +179,16 @@ class Observer:
     def leave_out_unused(self) -> None:
         """Forwards that no backward went through are no part of the step, if others are."""
         unused = self._step.passes.unused()
-        self.units.drop(unused)
-        self.collectors.drop(unused)
+        self._step.drop(unused)
         if self._recorder.drop(unused) and not all(forward.raised or forward.evaluates for forward in unused):
             self._report.log_once(NOT_TRAINED)
         since = self._step.admission.since
         if self._step.passes.evaluation_was_trained and since is not None:
             self._recorder.scalar(EVALUATION_SINCE, since)
+
+    def end_reading(self) -> None:
+        """What was kept until the step ended goes into the recorder."""
+        self._step.end_reading()
 
     def other_optimizer_stepped(self) -> None:
         """An optimizer has stepped that owns no parameter of the model."""
@@ -310,6 +317,10 @@ class Observer:
     def on_graph_tensor(
         self, hook: ForwardHook, tensor: Tensor, kind: str, index: str, gradient: str, step_id: int
     ) -> None:  # fmt: skip
+        if kind.startswith((OPERATION, HEADS)):
+            with self._report.guarded(f"attention in compiled code of {hook.path}"):
+                self._graphs.on_operation(hook, tensor, kind, index)
+            return
         kind, _, tapped = kind.partition(":")
         reader = self.placement.tap_hook(hook.path, tapped) if tapped else hook
         if reader is not None and not reader.broken:
@@ -335,6 +346,12 @@ class Observer:
 
     def _collect_inside(self, path: str, kind: str, index: str, tensor: Tensor) -> None:
         self.collectors.on_tensor(path, kind, index, tensor, self._step.passes.current())
+
+    def _on_heads(self, path: str, index: str, numbers: Tensor) -> None:
+        hook = self.placement.hooks.get(path.rpartition(":")[0])
+        recorder = None if hook is None or not hook.reads_operations or in_backward() else self.active_recorder()
+        if recorder is self._recorder and not recorder.overflowed:
+            self._step.heads.add(path + index, numbers, self._step.current_pass(recorder))
 
     def _on_operation(self, path: str, index: str, tensor: Tensor) -> bool:
         hook = self.placement.hooks.get(path.rpartition(":")[0])

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tbhooks.capture.recording.step_table import PARAMETER_KINDS, UNKNOWN_SHARD, UNSHARDED, MergedStep, StepTable
 from tbhooks.data import ranks, stats
-from tbhooks.data.artifacts import Artifact
+from tbhooks.data.artifacts import Artifact, vectors
 from tbhooks.data.frame import (
     BELOW_EPSILON,
     CRITICAL_BATCH,
@@ -173,11 +173,17 @@ class PackedStep:
         merged = replace(merged, table=table)
         late = [self._scalar_frame(step, scalars) for step, scalars in table.earlier.items()]
         artifacts = tuple(artifact for make in self.artifact_builders for artifact in make(self._attached))
+        found = vectors.finished(table.sites, table.values)
         if not table.sites and not table.scalars and not artifacts and not table.samples:
             return late
         frame = self._frame(merged) if table.sites else self._scalar_frame(self.step, table.scalars)
-        scalars = {**frame.scalars, **table.samples.scalars()}
-        return [*late, replace(frame, scalars=scalars, artifacts=artifacts, samples=table.samples)]
+        scalars = {**frame.scalars, **table.samples.scalars(), **found.scalars}
+        artifacts += found.channels
+        samples = table.samples
+        return [
+            *late,
+            replace(frame, scalars=scalars, artifacts=artifacts, samples=samples, vectors=found.vectors),
+        ]
 
     def _attached(self, what: Attached) -> NDArray[Any]:
         return self.copies[what.buffer].attached(what)

@@ -6,7 +6,7 @@ A step is in this form between the device-to-host copy and the `Frame`, where ra
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,6 +49,14 @@ class StepTable:
     """The samples that the user has shown."""
     checksums: Checksums = field(default_factory=lambda: checksums.empty(0))
     """Of each site, or empty if there are none."""
+
+    def with_rows(self, sites: Sequence[Site], values: Floats) -> StepTable:
+        """Returns the table with more rows, without histograms. Ranks merge them as they merge those of outputs."""
+        return replace(
+            self, sites=[*self.sites, *sites], values=np.concatenate([self.values, values]),
+            counts=np.concatenate([self.counts, np.zeros((len(sites), self.counts.shape[1]), np.int64)]),
+            shards=np.concatenate([self.shards, np.full((len(sites), 2), UNKNOWN_SHARD)]),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)

@@ -40,7 +40,7 @@ class StepContext:
     def __init__(self) -> None:
         self.report = Report()
         self.shown: list[tuple[str, Tensor]] = []
-        self.functional = FunctionalObserver(self._saw, lambda *_: None, self.report)
+        self.functional = FunctionalObserver(self._saw, lambda *_: None, lambda *_: None, self.report)
 
     def _saw(self, path: str, index: str, tensor: Tensor) -> None:
         self.shown.append((path + index, tensor.detach().clone()))
@@ -322,7 +322,7 @@ def test_multihead_attention_shows_its_attention_and_nothing_else(need_weights: 
     x = torch.randn(3, 5, 8)
     seen = seen_of(lambda: attention(x, x, x, need_weights=need_weights), attention=attention)
     operation = "softmax" if need_weights else "scaled_dot_product_attention"
-    assert seen.names == [f"attention:{operation}{part}" for part in ("", ".logits", ".entropy")]
+    assert seen.names == [f"attention:{operation}{part}" for part in ("", ".logits", ".entropy", ".first_token")]
     q, k, _ = (
         to_numpy(F.linear(x, attention.in_proj_weight, attention.in_proj_bias))
         .reshape(3, 5, 3, 2, 4)
@@ -429,9 +429,11 @@ def test_what_is_computed_is_no_part_of_the_graph() -> None:
         "softmax": True,
         "softmax.logits": True,
         "softmax.entropy": False,
+        "softmax.first_token": False,
         "scaled_dot_product_attention": True,
         "scaled_dot_product_attention.logits": False,
         "scaled_dot_product_attention.entropy": False,
+        "scaled_dot_product_attention.first_token": False,
     }
 
 
@@ -1120,7 +1122,7 @@ def test_an_error_of_ours_is_counted_and_training_goes_on() -> None:
     shown: list[str] = []
     report = Report()
     seen = StepContext()
-    seen.functional = FunctionalObserver(broken, lambda *_: None, report)
+    seen.functional = FunctionalObserver(broken, lambda *_: None, lambda *_: None, report)
     seen.attach(model := Does(lambda x: x.relu().tanh().relu()))
     assert torch.equal(model(X), X.relu().tanh())
     assert report.errors == 1  # a site that failed is not asked again

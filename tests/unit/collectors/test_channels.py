@@ -17,7 +17,7 @@ from tbhooks.collectors import channels as collector
 from tbhooks.data import stats
 from tbhooks.data.artifacts import Channels
 from tbhooks.data.frame import Site
-from tbhooks.reduction import cpu
+from tbhooks.reduction import channel_rows, cpu
 from tests.support import fake_device, frames, images, reference, zoo
 
 
@@ -138,11 +138,11 @@ def test_numbers_of_any_kind_are_those_of_the_reference(
 ) -> None:
     if not by_kernel:
         monkeypatch.setattr(cpu, "library", None)
-        monkeypatch.setattr(collector, "PART", 100)
+        monkeypatch.setattr(channel_rows, "PART", 100)
     torch.manual_seed(0)
     tensor = AWKWARD[name](torch.randn(3, 4, 5, 6)).to(dtype)
-    sums = collector.Sums(4)
-    collector.reduce_channels(tensor.movedim(1, 0).reshape(4, -1), sums, with_buckets=True)
+    sums = channel_rows.Sums(4)
+    channel_rows.reduce_channels(tensor.movedim(1, 0).reshape(4, -1), sums, with_buckets=True)
     riding = {id(piece): piece.numbers.numpy() for piece in sums.pieces}
     pieces: Any = [(id(piece), piece.size, piece.finished) for piece in sums.pieces]
     rows = collector._merged(4, pieces, riding.__getitem__)  # type: ignore[arg-type]

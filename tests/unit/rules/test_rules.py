@@ -25,7 +25,7 @@ NAMES = [
     "non_finite", "exploding_gradient", "vanishing_gradient", "exploding_activation", "dead_units", "saturated",
     "update_ratio", "unchanged_weight", "missing_gradient", "low_precision", "loss_spike", "collapsed_variance",
     "attention_collapse", "bad_init", "sick_rank", "replica_drift", "evaluation_mode",
-    "divergence", "stale_second_moment",
+    "divergence", "stale_second_moment", "expert_collapse",
 ]  # fmt: skip
 
 Data = Mapping[Site, Any]
@@ -987,6 +987,20 @@ def test_attention_has_collapsed_when_it_is_sharp_for_large_logits() -> None:
     assert alike(rules.attention_collapse, attention(0.99 * limit, 50.0), 2) == []
 
 
+def test_attention_has_collapsed_when_a_quarter_of_its_heads_has() -> None:
+    def frames(sharp: int, count: int = 2) -> list[Frame]:
+        entropies = np.where(np.arange(8) < sharp, 0.01, 2.0)
+        heads = {"functional.entropy/block:softmax": entropies, "functional.max_logit/block:softmax": np.full(8, 60.0)}
+        made = make_frame(0, attention(1.5, 60.0))
+        return [replace(made, step=10 * step, vectors=heads) for step in range(count)]
+
+    (finding,) = judged(rules.attention_collapse, frames(2))
+    assert finding.evidence["heads"] == [0, 1]
+    assert "in 2 of 8 heads" in finding.message
+    assert judged(rules.attention_collapse, frames(1)) == []
+    assert judged(rules.attention_collapse, frames(2, count=1)) == []
+
+
 def test_attention_whose_positions_are_unknown_is_judged_as_over_eight() -> None:
     def fused(entropy: float) -> dict[Site, Any]:
         parts = attention(entropy, 99.0, positions=64)
@@ -998,6 +1012,40 @@ def test_attention_whose_positions_are_unknown_is_judged_as_over_eight() -> None
 
 def test_a_softmax_without_entropy_is_not_judged() -> None:
     assert alike(rules.attention_collapse, {Site("block:softmax", "functional"): GOOD}, 3) == []
+
+
+# --- expert_collapse ------------------------------------------------------------------------------
+
+
+def routed(*shares: float, total: int = 1000, count: int = 3) -> list[Frame]:
+    tokens = np.round(np.array(shares) * total)
+    kept = tokens[tokens > 0] / tokens.sum()
+    entropy = float(-(kept * np.log(kept)).sum() / np.log(len(tokens)))
+    scalars = {"experts.entropy/gate": entropy, "experts.max_load/gate": float(tokens.max() / tokens.mean())}
+    frame = make_frame(0, {activation("gate"): GOOD}, scalars=scalars)
+    return [replace(frame, step=10 * step, vectors={"experts.tokens/gate": tokens}) for step in range(count)]
+
+
+def test_a_router_that_uses_two_of_eight_experts_has_collapsed() -> None:
+    (finding,) = judged(rules.expert_collapse, routed(0.5, 0.49, 0.01, 0, 0, 0, 0, 0))
+    assert (finding.site, finding.severity) == (Site("gate", "experts"), "error")
+    assert finding.message.startswith("Experts collapsed: gate sends 99% of its tokens to 2 of 8 experts (entropy 0.3")
+    assert finding.evidence["since"] == 0
+    assert judged(rules.expert_collapse, routed(0.5, 0.49, 0.01, 0, 0, 0, 0, 0, count=2)) == []
+    assert judged(rules.expert_collapse(entropy=0.2), routed(0.5, 0.4, 0.02, 0.02, 0.02, 0.02, 0.01, 0.01)) == []
+
+
+def test_an_expert_without_a_token_is_dead_if_it_should_have_had_some() -> None:
+    (finding,) = judged(rules.expert_collapse, routed(0.25, 0.25, 0.3, 0.2, 0))
+    assert (finding.severity, finding.evidence["dead"]) == ("warning", [4])
+    assert judged(rules.expert_collapse, routed(0.25, 0.25, 0.3, 0.19, 0.01)) == []
+    assert judged(rules.expert_collapse, routed(0.25, 0.25, 0.3, 0.2, 0, total=100)) == []
+
+
+def test_an_expert_that_had_a_token_in_one_of_the_frames_is_not_dead() -> None:
+    frames = routed(0.25, 0.25, 0.3, 0.2, 0)
+    frames[1] = routed(0.25, 0.25, 0.3, 0.19, 0.01, count=2)[1]
+    assert judged(rules.expert_collapse, frames) == []
 
 
 # --- bad_init -------------------------------------------------------------------------------------

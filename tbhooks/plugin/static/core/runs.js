@@ -7,12 +7,15 @@ const KIND_ORDER = [
 const FIRST_STAT = {
   gradient: "norm", weight: "norm", weight_gradient: "norm", update: "ratio",
   first_moment: "norm", second_moment: "rms", normalized_gradient: "rms", proposed_update: "rms",
+  experts: "mean", heads: "mean",
 };
+const NAMED = { "channel.experts": "load by expert", "channel.heads": "attention by head" };
 const FRESH = 60;
 const DAY = 86_400;
 
 /** "weight gradient", "activation (evaluation)", "activation by channel"; any other prefix is written the same way. */
 export function kindWords(kind) {
+  if (kind in NAMED) return NAMED[kind];
   const part = /^(?!eval\.)([a-z_]+)\.(.+)$/.exec(kind);
   if (part) return `${kindWords(part[2])} by ${part[1].replaceAll("_", " ")}`;
   const plain = kind.replace(/^eval\./, "").replaceAll("_", " ");

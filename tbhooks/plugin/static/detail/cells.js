@@ -24,11 +24,13 @@ const KINDS = {
   update: { words: "weight updates", headline: "ratio" },
   input: { words: "inputs", headline: "std" },
   functional: { words: "results of functions", headline: "std" },
+  "channel.experts": { words: "load by expert", headline: "mean" },
+  "channel.heads": { words: "attention by head", headline: "mean" },
 };
 
 /** {base, words, headline} of a kind; an unknown one is shown by its name. */
 export function kindOf(kind) {
-  if (kind.startsWith("channel.")) {
+  if (kind.startsWith("channel.") && !(kind in KINDS)) {
     const whole = kindOf(kind.slice(8));
     return { ...whole, words: `${whole.words} by channel` };
   }
