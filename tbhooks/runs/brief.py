@@ -35,6 +35,7 @@ NEXT: Mapping[str, str] = {
     "attention_collapse": 'Run with "functional" in kinds, and compare entropy and max_logit of each head.',
     "bad_init": "Run with the initialisation that the finding names, and compare the first logged step.",
     "sick_rank": "Run that rank's data on another device; if the deviation moves with the data, it is the data.",
+    "expert_collapse": "Add a load-balancing loss for the router, or raise its coefficient.",
     "stale_second_moment": "Clip gradients, or set beta2 of the optimizer to 0.95.",
     "replica_drift": "Run again from the last checkpoint with w.checksums(), every=1 and another device.",
     "evaluation_mode": "Call model.train() after evaluation, and compare the loss.",
