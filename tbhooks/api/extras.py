@@ -123,6 +123,7 @@ class Extras:
         recorder = self._session.recorder
         if recorder.metrics is None:
             recorder.metrics = metrics.StepMetrics(self._report)
+            self._session.evaluation.recorder.metrics = recorder.metrics.of_evaluations()
         if made.name in recorder.metrics.names:
             raise ArgumentError(f"there is a metric named {made.name!r} already: choose another name")
         recorder.metrics.add(made)

@@ -67,6 +67,8 @@ INSIDE_ATTENTION = {
     "entropy": ("entropy", "mean"), "max_logit": ("logits", "max"), "first_token": ("first_token", "mean"),
 }  # fmt: skip
 GRADIENT_COSINE, BELOW_EPSILON = "gradient_cosine", "below_epsilon_fraction"
+METRIC = "metric."
+"""The tag prefix of a metric of the user."""
 AS_SCALARS = (
     "dead_fraction", "write_ratio", GRADIENT_COSINE, BELOW_EPSILON, "max_load", "margin", "drop_rate", "entropy",
 )  # fmt: skip
@@ -248,6 +250,8 @@ class Frame:
     """
     vectors: Mapping[str, Floats] = field(default_factory=dict)
     """Numbers of each expert or head, by a tag such as `experts.tokens/layers.0.gate`."""
+    metrics: Mapping[str, str] = field(default_factory=dict)
+    """The kind of each metric of the user, by the part of its tags before the slash, such as `metric.logsumexp`."""
 
     def __post_init__(self) -> None:
         n = len(self.sites)
@@ -333,8 +337,13 @@ class Frame:
         return bool(self.sites) and self.sites[0].kind.startswith(EVALUATION)
 
     def without_phase(self) -> Frame:
-        """The frame of an evaluation with the kinds of a training step, for a writer of its own."""
-        return replace(self, sites=tuple(replace(site, kind=site.plain_kind) for site in self.sites))
+        """The frame of an evaluation with the kinds and tags of a training step, for a writer of its own."""
+        return replace(
+            self,
+            sites=tuple(replace(site, kind=site.plain_kind) for site in self.sites),
+            scalars={tag.removeprefix(EVALUATION): value for tag, value in self.scalars.items()},
+            metrics={tag.removeprefix(EVALUATION): kind.removeprefix(EVALUATION) for tag, kind in self.metrics.items()},
+        )
 
     def __contains__(self, key: object) -> bool:
         is_router = isinstance(key, tuple) and key[1:] == (EXPERTS,) and key[0] in self.routers
@@ -362,6 +371,7 @@ class Frame:
             **({"samples": self.samples.to_dict()} if self.samples else {}),
             **({"checksums": self.checksums.tolist()} if self.checksums.any() else {}),
             **({"vectors": {tag: vector.tolist() for tag, vector in self.vectors.items()}} if self.vectors else {}),
+            **({"metrics": dict(self.metrics)} if self.metrics else {}),
         }  # fmt: skip
 
     @classmethod
@@ -384,6 +394,7 @@ class Frame:
             samples=Samples.from_dict(data["samples"]) if "samples" in data else NO_SAMPLES,
             checksums=bits.of_rows(data.get("checksums", ())),
             vectors={tag: np.array(vector, dtype=np.float64) for tag, vector in data.get("vectors", {}).items()},
+            metrics={str(tag): str(kind) for tag, kind in data.get("metrics", {}).items()},
         )  # fmt: skip
 
     def compare(self, other: Frame) -> Any:

@@ -70,7 +70,7 @@ class Writer:
             "scalars": to_jsonable(table.scalars),
             "earlier": {str(k): to_jsonable(v) for k, v in table.earlier.items()},
             **({"samples": table.samples.to_dict()} if table.samples else {}),
-            **({"reductions": table.reductions} if table.reductions else {}),
+            **({"metrics": table.metrics} if table.metrics else {}),
         }
         room = self.size - _HEADER.size - len(json.dumps(scalars)) - 64
         rows = min(len(numbers), max(room, 0) // _ROW_BYTES)
@@ -140,7 +140,7 @@ class Reader:
         return StepTable(
             step, sites, values, counts, shards, _numbers(tail["scalars"]),
             {int(key): _numbers(each) for key, each in tail["earlier"].items()}, group,
-            tail.get("reductions", {}),
+            {start: (kind, reduce) for start, (kind, reduce) in tail.get("metrics", {}).items()},
             samples.Samples.from_dict(tail["samples"]) if "samples" in tail else samples.NO_SAMPLES,
             sums if sums.any() else checksums.empty(0),
         )  # fmt: skip
@@ -184,16 +184,17 @@ def merge(tables: Sequence[StepTable]) -> MergedStep:
     kept, apart = _once_each(sites, owner, groups, np.where(used, shards[:, 0], _UNUSED), values, same)
     kept &= used
     kept, missing = _without_incomplete(sites, owner, shards, kept)
-    reductions = {start: how for table in tables for start, how in table.reductions.items()}
+    metrics = {start: each for table in tables for start, each in table.metrics.items()}
     merged = StepTable(
         tables[0].step, sites, stats.merge(values[kept], owner[kept], len(sites)),
         _merge_counts(tables, owner, kept),
         shards=np.zeros((len(sites), 2), np.int64),
-        scalars=_merge_scalars([table.scalars for table in tables], reductions),
+        scalars=_merge_scalars([table.scalars for table in tables], metrics),
         earlier={
             step: _merge_scalars([table.earlier.get(step, {}) for table in tables], {})
             for step in sorted({step for table in tables for step in table.earlier})
         },
+        metrics=metrics,
         samples=samples.merge([table.samples for table in tables]),
     )  # fmt: skip
     sums = np.concatenate([_checksums(table) for table in tables])
@@ -355,11 +356,11 @@ def _notes(sites: list[Site], apart: list[int], missing: set[int]) -> Iterable[s
             yield f"the {kind}s of {listed(names, most=3)} differ between ranks: {why}. Statistics are over all of them"
 
 
-def _merge_scalars(scalars: Sequence[dict[str, float]], reductions: dict[str, str]) -> dict[str, float]:
+def _merge_scalars(scalars: Sequence[dict[str, float]], metrics: dict[str, tuple[str, str]]) -> dict[str, float]:
     """Scalars over the ranks that have them: the mean, except for metrics and the tags that `_reduction` knows."""
     merged = {}
     for tag in dict.fromkeys(tag for each in scalars for tag in each):
-        how = _OF_METRICS[reductions[start]] if (start := tag.partition("/")[0]) in reductions else _reduction(tag)
+        how = _OF_METRICS[metrics[start][1]] if (start := tag.partition("/")[0]) in metrics else _reduction(tag)
         merged[tag] = float(how([each[tag] for each in scalars if tag in each]))
     return merged
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tbhooks.data.frame import Finding
+from tbhooks.data.samples import Samples
 from tbhooks.data.stats import BUCKETS, Counts
 
 Stored = NDArray[np.float32]
@@ -17,6 +19,7 @@ Source = tuple[int, float, int]
 """Step, time and hash of a stored histogram; one with the same source is not unpacked again."""
 
 _BYTES_PER_FINDING = 2000
+_BYTES_PER_SAMPLE = 300
 
 
 @dataclass(frozen=True)
@@ -86,3 +89,14 @@ class StoredFindings:
     @property
     def nbytes(self) -> int:
         return _BYTES_PER_FINDING * len(self.findings)
+
+
+@dataclass(frozen=True)
+class StoredSamples:
+    """The samples of all logged steps of a run."""
+
+    by_step: Mapping[int, Samples]
+
+    @property
+    def nbytes(self) -> int:
+        return _BYTES_PER_SAMPLE * sum(1 + len(each) + len(each.groups) for each in self.by_step.values())

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -15,11 +15,12 @@ from tensorboard.compat.proto import summary_pb2
 
 from tbhooks.data.artifacts.flights import FLIGHT
 from tbhooks.data.artifacts.vectors import EXPERTS, HEADS
-from tbhooks.data.frame import ALL_KINDS, CHANNEL, EVALUATION, Site
+from tbhooks.data.frame import ALL_KINDS, CHANNEL, EVALUATION, METRIC, Site
 from tbhooks.data.stats import QUANTILES, STATS
 from tbhooks.runs.stored_frames import Layout
 from tbhooks.sinks.tensorboard import PLUGIN
 from tbhooks.sinks.tensorboard.findings import DATA_TAG
+from tbhooks.sinks.tensorboard.samples import DATA_TAG as SAMPLES_TAG
 
 KINDS = (*ALL_KINDS, *(EVALUATION + kind for kind in ALL_KINDS), CHANNEL + "activation", CHANNEL + "weight",
          CHANNEL + EXPERTS, CHANNEL + HEADS, FLIGHT)  # fmt: skip
@@ -27,12 +28,16 @@ KINDS = (*ALL_KINDS, *(EVALUATION + kind for kind in ALL_KINDS), CHANNEL + "acti
 _PREFIX = re.compile(r"[a-z_]+")
 _TAG = re.compile(rf"{PLUGIN}/(?P<kind>[a-z_.]+?)(?P<buckets>\.buckets)?(?:\.(?P<generation>[1-9]\d{{0,8}}))?")
 _HAS_RATIO = "update"
+ELEMENT = "element."
+"""The prefix of the kind of metrics that have several numbers a site: heads, experts, channels."""
 
 
 def is_kind(name: str) -> bool:
     """Whether this can be a kind: one of ours, or one of parts of a tensor with another prefix: `head.activation`."""
-    prefix, dot, kind = name.rpartition(".")
-    return name in KINDS or (bool(dot) and kind in ALL_KINDS and _PREFIX.fullmatch(prefix) is not None)
+    prefix, dot, kind = name.removeprefix(ELEMENT).rpartition(".")
+    return name.removeprefix(ELEMENT) in KINDS or (
+        bool(dot) and kind in ALL_KINDS and _PREFIX.fullmatch(prefix) is not None
+    )
 
 
 def _in_display_order(kinds: Iterable[str]) -> list[str]:
@@ -58,10 +63,14 @@ class Kind:
     name: str
     rows: tuple[Tag, ...]
     buckets: tuple[Tag, ...]
+    metrics: Metrics | None = None
+    """The numbers of single sites that are no statistics of rows."""
 
     @cached_property
     def sites(self) -> tuple[Site, ...]:
         """In the order of their first appearance; a later generation extends the list of the earlier one."""
+        if self.metrics is not None and self.metrics.elements:
+            return self.metrics.elements
         if all(tag.sites == self.rows[-1].sites[: len(tag.sites)] for tag in self.rows):
             return self.rows[-1].sites
         return tuple(dict.fromkeys(site for tag in self.rows for site in tag.sites))
@@ -85,8 +94,38 @@ class Kind:
         """The available stats. A dump of the flight recorder has one number for each gradient."""
         if self.name == FLIGHT:
             return ["norm"]
+        if self.metrics is not None and self.metrics.elements:
+            return list(self.metrics.numbers)
         of_rows = [name for name in STATS if name != "ratio" or self.name == _HAS_RATIO]
-        return of_rows + (list(QUANTILES) if self.buckets else [])
+        return of_rows + (list(QUANTILES) if self.buckets else []) + list(self.metrics.numbers if self.metrics else ())
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """The numbers of single sites of one kind, such as metrics of the user."""
+
+    stored: Kind
+    """The kind that has one row for each number."""
+    numbers: Mapping[str, Mapping[int, int]]
+    """By the name of the stat: for the position of a site, that of its number among the rows."""
+    elements: tuple[Site, ...] = ()
+    """The sites, if they are not those of the kind itself."""
+
+    @classmethod
+    def split(cls, stored: Kind, base: Kind | None) -> tuple[Metrics, Metrics]:
+        """The numbers of the sites of `base`; and all others, which are one of several numbers of a site."""
+        positions = {} if base is None else {site.name: i for i, site in enumerate(base.sites)}
+        own: dict[str, dict[int, int]] = {}
+        other: dict[str, dict[int, int]] = {}
+        elements: dict[Site, int] = {}
+        for i, site in enumerate(stored.sites):
+            stat, _, name = site.path.partition("/")
+            if not site.index and name in positions:
+                own.setdefault(stat, {})[positions[name]] = i
+            else:
+                element = Site(name, ELEMENT + stored.name.removeprefix(METRIC), site.index)
+                other.setdefault(stat, {})[elements.setdefault(element, len(elements))] = i
+        return cls(stored, own), cls(stored, other, tuple(elements))
 
 
 @dataclass(frozen=True)
@@ -96,6 +135,7 @@ class RunIndex:
     name: str
     kinds: Mapping[str, Kind] = field(default_factory=dict)
     findings: Tag | None = None
+    samples: Tag | None = None
 
     @property
     def _tags(self) -> list[Tag]:
@@ -120,28 +160,42 @@ def read(listing: Mapping[str, Mapping[str, Any]]) -> dict[str, RunIndex]:
 def _run(name: str, series: Mapping[str, Any]) -> RunIndex:
     # TensorBoard lists a tag shortly before its first value is available.
     filled = {tag: one for tag, one in series.items() if one.max_step is not None and one.max_wall_time is not None}
-    findings = None
-    if DATA_TAG in filled:
-        findings = Tag(DATA_TAG, filled[DATA_TAG].max_step, filled[DATA_TAG].max_wall_time)
-    return RunIndex(name, _kinds(filled), findings)
+    findings, samples = (
+        Tag(tag, filled[tag].max_step, filled[tag].max_wall_time) if tag in filled else None
+        for tag in (DATA_TAG, SAMPLES_TAG)
+    )
+    return RunIndex(name, _kinds(filled), findings, samples)
 
 
 def _kinds(series: Mapping[str, Any]) -> dict[str, Kind]:
     found: dict[str, dict[bool, dict[int, Tag]]] = {}
     for name, one in series.items():
         match = _TAG.fullmatch(name)
-        if match is None or not is_kind(match["kind"]):
+        if match is None or not is_kind(match["kind"].removeprefix(METRIC)):
             continue
         layout = _layout(one.plugin_content)
         if layout is None or layout.kind != match["kind"] or layout.buckets != bool(match["buckets"]):
             continue
         tag = Tag(name, one.max_step, one.max_wall_time, layout.sites, layout.sampled)
         found.setdefault(layout.kind, {}).setdefault(layout.buckets, {})[int(match["generation"] or 1)] = tag
-    return {
+    kinds = {
         kind: Kind(kind, _by_generation(found[kind][False]), _by_generation(found[kind].get(True, {})))
-        for kind in _in_display_order(found)
+        for kind in found
         if False in found[kind]
     }
+    _move_metrics(kinds)
+    return {kind: kinds[kind] for kind in _in_display_order(kinds)}
+
+
+def _move_metrics(kinds: dict[str, Kind]) -> None:
+    """Makes the stored numbers of sites statistics of their kind, or of its elements."""
+    for name in [name for name in kinds if name.startswith(METRIC)]:
+        stored, base = kinds.pop(name), name.removeprefix(METRIC)
+        own, other = Metrics.split(stored, kinds.get(base))
+        if own.numbers:
+            kinds[base] = replace(kinds[base], metrics=own)
+        if other.numbers:
+            kinds[ELEMENT + base] = Kind(ELEMENT + base, stored.rows, (), other)
 
 
 def _by_generation(tags: Mapping[int, Tag]) -> tuple[Tag, ...]:

@@ -6,7 +6,7 @@ Names are sent unescaped; the page shows them as text only.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -67,7 +67,9 @@ def run_entry(run: RunIndex, state: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def distribution(kind: Kind, rows: Rows, histograms: Histograms, position: int, step: int) -> dict[str, Any] | None:
+def distribution(
+    kind: Kind, rows: Rows, histograms: Histograms, metrics: Mapping[str, Rows], position: int, step: int
+) -> dict[str, Any] | None:
     """A site's histogram and stats at the steps nearest to the requested one; None if it has no data."""
     seen = np.flatnonzero(rows.seen[:, position])
     if not len(seen):
@@ -75,7 +77,8 @@ def distribution(kind: Kind, rows: Rows, histograms: Histograms, position: int, 
     at = seen[_nearest(rows.steps[seen], step)]
     answer: dict[str, Any] = {
         "step": step, "row_step": int(rows.steps[at]), "histogram_step": None,
-        "stats": _row_stats(kind, rows.columns[:, at, position]), "edges": [], "counts": [],
+        "stats": _row_stats(kind, rows.columns[:, at, position]) | _metrics_at(metrics, int(rows.steps[at])),
+        "edges": [], "counts": [],
         "sampled": kind.sampled.get(kind.sites[position].name),
     }  # fmt: skip
     drawn, which = _seen_with_histogram(rows, histograms, position)
@@ -101,6 +104,31 @@ def _row_stats(kind: Kind, column: Stored) -> dict[str, float | None]:
     return {name: None if undefined(name, column[:, None])[0] else value for name, value in known.items()}
 
 
+def _metric_series(metric: Rows) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """The steps that have a metric of one site, and its values."""
+    known, columns = metric.seen[:, 0], metric.columns[:, :, 0]
+    values = np.where(columns[INFS] > 0, np.float32(np.inf), row_stat("mean", columns))
+    return metric.steps[known], values[known]
+
+
+def _metrics_at(metrics: Mapping[str, Rows], step: int) -> dict[str, float | None]:
+    found: dict[str, float | None] = {}
+    for name, metric in metrics.items():
+        steps, values = _metric_series(metric)
+        if step in steps:
+            found[name] = float(values[steps == step][0])
+    return found
+
+
+def _metric_history(metrics: Mapping[str, Rows], steps: NDArray[np.int64]) -> dict[str, list[float | None]]:
+    """Each metric of one site at these steps; None where it has no value."""
+    found: dict[str, list[float | None]] = {}
+    for name, metric in metrics.items():
+        by_step = dict(zip(*(array.tolist() for array in _metric_series(metric)), strict=True))
+        found[name] = [by_step.get(step) for step in steps.tolist()]
+    return found
+
+
 def _seen_with_histogram(rows: Rows, histograms: Histograms, position: int) -> tuple[Indices, Indices]:
     at, which = common(rows, histograms)
     seen = rows.seen[at, position]
@@ -120,7 +148,9 @@ def trimmed(counts: Counts, columns: Stored) -> tuple[list[float], list[list[int
     return np.clip(edges, float(low[known].min()), float(high[known].max())).tolist(), heights[:, first:last].tolist()
 
 
-def history(kind: Kind, rows: Rows, histograms: Histograms, position: int) -> dict[str, Any]:
+def history(
+    kind: Kind, rows: Rows, histograms: Histograms, metrics: Mapping[str, Rows], position: int
+) -> dict[str, Any]:
     """All stats of one site over the steps, its quantiles, and a sample of its histograms."""
     own, seen = rows.columns[:, :, position], rows.seen[:, position]
     series = {name: row_stat(name, own).tolist() for name in kind.stats if name in STATS}
@@ -133,7 +163,8 @@ def history(kind: Kind, rows: Rows, histograms: Histograms, position: int) -> di
         "stats": {
             name: [x if known else None for x, known in zip(values, seen & ~undefined(name, own), strict=True)]
             for name, values in series.items()
-        },
+        }
+        | _metric_history(metrics, rows.steps),
         "quantile_steps": rows.steps[drawn].tolist(),
         "quantiles": {name: quantile(name, own[:, drawn], counts).tolist() for name in QUANTILES},
         "ridges": {"steps": rows.steps[drawn[some]].tolist(), "edges": edges, "counts": heights},

@@ -71,6 +71,7 @@ class Plugin(base_plugin.TBPlugin):  # type: ignore[misc]  # TensorBoard has no 
             "/distribution": self._distribution,
             "/history": self._history,
             "/findings": self._findings,
+            "/samples": self._samples,
             "/scalars": self._scalars,
             "/overview": self._overview,
         }
@@ -107,14 +108,16 @@ class Plugin(base_plugin.TBPlugin):  # type: ignore[misc]  # TensorBoard has no 
 
     def _matrix(self, request: DataRequest) -> Response:
         request.query.only("run", "kind", "stat", "after")
-        stat = request.query.one_of("stat", STAT_NAMES)
         after = request.query.integer("after") if "after" in request.query else None
         run, kind = self._kind(request)
+        metrics = () if kind.metrics is None else kind.metrics.numbers
+        stat = request.query.one_of("stat", (*STAT_NAMES, *metrics))
         if stat == "ratio" and "ratio" not in kind.stats:
             raise QueryError(f"only updates have {stat!r}, not {kind.name!r}")
         stored = self._stored(request, run)
-        rows = stored.rows(kind)
-        matrix = stored.quantiles(kind, stat) if stat in QUANTILES else row_matrix(stat, rows)
+        rows = stored.metric(kind, stat) if stat in metrics else stored.rows(kind)
+        column = "mean" if stat in metrics else stat  # a metric is the row of one number
+        matrix = stored.quantiles(kind, stat) if stat in QUANTILES else row_matrix(column, rows)
         names = {"run": run.name, "kind": kind.name, "stat": stat}
         return responses.matrix_bytes(names, kind.sites, rows, matrix, after), BINARY
 
@@ -123,7 +126,8 @@ class Plugin(base_plugin.TBPlugin):  # type: ignore[misc]  # TensorBoard has no 
         step = request.query.integer("step")
         run, kind = self._kind(request)
         position, stored = _position(request.query, kind), self._stored(request, run)
-        answer = responses.distribution(kind, stored.rows(kind), stored.histograms(kind), position, step)
+        metrics = stored.metrics(kind, position)
+        answer = responses.distribution(kind, stored.rows(kind), stored.histograms(kind), metrics, position, step)
         if answer is None:
             name = kind.sites[position].name
             raise QueryError(f"run {run.name!r} has no {kind.name} of {name!r} yet", missing=True)
@@ -133,12 +137,20 @@ class Plugin(base_plugin.TBPlugin):  # type: ignore[misc]  # TensorBoard has no 
         request.query.only("run", "kind", "path", "index")
         run, kind = self._kind(request)
         position, stored = _position(request.query, kind), self._stored(request, run)
-        return responses.dumps(responses.history(kind, stored.rows(kind), stored.histograms(kind), position)), JSON
+        metrics = stored.metrics(kind, position)
+        answer = responses.history(kind, stored.rows(kind), stored.histograms(kind), metrics, position)
+        return responses.dumps(answer), JSON
 
     def _findings(self, request: DataRequest) -> Response:
         request.query.only("run")
         stored = self._stored(request, self._run(request)).findings()
         return responses.dumps({"findings": overview.finding_entries(stored)}), JSON
+
+    def _samples(self, request: DataRequest) -> Response:
+        request.query.only("run", "step")
+        step = request.query.integer("step")
+        found = self._stored(request, self._run(request)).samples(step)
+        return responses.dumps({"step": None} if found is None else {"step": found[0], **found[1].to_dict()}), JSON
 
     def _scalars(self, request: DataRequest) -> Response:
         request.query.only("run")

@@ -6,8 +6,9 @@ from the same arrays. A value that does not match the metadata of its tag is lef
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,9 @@ from numpy.typing import NDArray
 
 from tbhooks.data.frame import Finding
 from tbhooks.data.jsonable import to_jsonable
+from tbhooks.data.samples import Samples
 from tbhooks.data.stats import COUNT, INFS, NANS, ZEROS
-from tbhooks.plugin.arrays import Histogram, Histograms, Indices, Rows, Source, Stored, StoredFindings
+from tbhooks.plugin.arrays import Histogram, Histograms, Indices, Rows, Source, Stored, StoredFindings, StoredSamples
 from tbhooks.plugin.cache import Cache
 from tbhooks.plugin.index import Kind, RunIndex, Tag
 from tbhooks.plugin.index import read as read_index
@@ -25,6 +27,7 @@ from tbhooks.plugin.provider import Reader, TagValue, list_tags
 from tbhooks.runs.stored_frames import PackedCounts, is_shape_of_rows
 from tbhooks.sinks.tensorboard import STORED_COLUMNS
 from tbhooks.sinks.tensorboard import findings as finding_codec
+from tbhooks.sinks.tensorboard import samples as sample_codec
 
 BUDGET = 512 << 20
 LARGEST = 4 << 30
@@ -57,10 +60,37 @@ class StoredRun:
     def __init__(self, reader: Reader, cache: Cache, experiment: str, index: RunIndex) -> None:
         self._reader, self._cache = reader, cache
         self._key, self._findings = (experiment, index.name), index.findings
+        self._samples = index.samples
 
     def rows(self, kind: Kind) -> Rows:
+        if kind.metrics is not None and kind.metrics.elements:
+            return _placed(self.rows(kind.metrics.stored), kind, kind.metrics.numbers.values())
         key = ("rows", kind.name, *self._key)
         return self._cache.get(key, _version(kind.rows), lambda _: _rows(self._reader, kind))
+
+    def metric(self, kind: Kind, stat: str) -> Rows:
+        """A metric as rows of the sites of its kind; each row is that of a tensor with one element."""
+        if kind.metrics is None:
+            raise LookupError(stat)
+        return _placed(self.rows(kind.metrics.stored), kind, [kind.metrics.numbers[stat]])
+
+    def metrics(self, kind: Kind, position: int) -> dict[str, Rows]:
+        """All metrics of one site, by name, each as rows of that site alone."""
+        if kind.metrics is None:
+            return {}
+        rows = self.rows(kind.metrics.stored)
+        at = {stat: numbers[position] for stat, numbers in kind.metrics.numbers.items() if position in numbers}
+        return {stat: replace(rows, columns=rows.columns[:, :, [i]], seen=rows.seen[:, [i]]) for stat, i in at.items()}
+
+    def samples(self, step: int) -> tuple[int, Samples] | None:
+        """The samples of the logged step nearest to `step`, and that step; None if there are none."""
+        tag = self._samples
+        if tag is None:
+            return None
+        key = ("samples", *self._key)
+        stored = self._cache.get(key, _version((tag,)), lambda _: _samples(self._reader, tag)).by_step
+        nearest = min(stored, key=lambda each: (abs(each - step), each), default=None)
+        return None if nearest is None else (nearest, stored[nearest])
 
     def histograms(self, kind: Kind) -> Histograms:
         key, version = ("histograms", kind.name, *self._key), (_version(kind.buckets), len(kind.sites))
@@ -148,6 +178,16 @@ def _rows(read: Reader, kind: Kind) -> Rows:
     return Rows(steps, times, columns, seen, merged.thinned)
 
 
+def _placed(rows: Rows, kind: Kind, numbers: Iterable[Mapping[int, int]]) -> Rows:
+    """Rows of single numbers as rows of the sites that they belong to."""
+    shape = (*rows.columns.shape[:2], len(kind.sites))
+    columns, seen = np.full(shape, np.nan, dtype=np.float32), np.zeros(shape[1:], dtype=np.bool_)
+    for each in numbers:
+        sites, at = list(each), list(each.values())
+        columns[:, :, sites], seen[:, sites] = rows.columns[:, :, at], rows.seen[:, at]
+    return replace(rows, columns=columns, seen=seen)
+
+
 def _seen(columns: Stored) -> NDArray[np.bool_]:
     """Where there is data, as `seen_in` of stored frames, for many steps; a row with an invalid count is none."""
     seen: NDArray[np.bool_] = columns[COUNT] > 0
@@ -185,6 +225,14 @@ def _findings(read: Reader, tag: Tag) -> StoredFindings:
         except (ValueError, RecursionError):
             continue
     return StoredFindings(tuple(findings))
+
+
+def _samples(read: Reader, tag: Tag) -> StoredSamples:
+    by_step = {}
+    for written in _latest(read.tag(tag.name).values):
+        with contextlib.suppress(ValueError, RecursionError):
+            by_step[written.step] = sample_codec.decode(_bytes(written) or b"")
+    return StoredSamples(by_step)
 
 
 def _checked(findings: tuple[Finding, ...]) -> tuple[Finding, ...]:

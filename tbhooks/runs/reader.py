@@ -22,7 +22,7 @@ from tbhooks.data.artifacts.samples import NO_SAMPLES, Samples
 from tbhooks.data.artifacts.vectors import EXPERTS, HEADS, finished
 from tbhooks.data.checksums import Checksums
 from tbhooks.data.errors import TbhooksError
-from tbhooks.data.frame import CHANNEL, EVALUATION, SAMPLED, Finding, Frame, Site
+from tbhooks.data.frame import CHANNEL, EVALUATION, METRIC, SAMPLED, Finding, Frame, Site
 from tbhooks.data.stats import WIDTH, Floats
 from tbhooks.runs.event_records import Progress, event_of_bytes, records, size_of
 from tbhooks.runs.scalars import ScalarLog, Series
@@ -36,6 +36,7 @@ from tbhooks.runs.stored_frames import (
     belongs_to_other_plugin,
     checksums_of,
     has_layout,
+    metrics_of,
     recorded_sites,
     rows_of,
 )
@@ -69,6 +70,7 @@ class _Step:
     findings: tuple[Finding, ...] = ()
     scalars: dict[str, float] = field(default_factory=dict)
     samples: Samples = NO_SAMPLES
+    metrics: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -230,7 +232,8 @@ class RunReader:
         if has_layout(value):
             self._layouts[value.tag] = Layout.read(value.metadata)
         layout = self._layouts.get(value.tag)
-        if layout is not None and layout.kind == FLIGHT:  # its numbers are in the dumps
+        if layout is not None and layout.kind.startswith((FLIGHT, METRIC)):  # its numbers are in dumps, or are scalars
+            frame.metrics |= metrics_of(layout)
             return []
         if layout is None:
             if value.tag.startswith("tbhooks/") and not belongs_to_other_plugin(value):
@@ -326,7 +329,7 @@ class RunReader:
             np.concatenate(values) if values else np.zeros((0, WIDTH)),
             np.zeros((sum(map(len, values)), 0), dtype=np.int64), step.findings, step.scalars,
             samples=step.samples, checksums=_checksums(step, chosen),
-            vectors={} if of_channels else _vectors_of(step),
+            vectors={} if of_channels else _vectors_of(step), metrics={} if of_channels else step.metrics,
         )  # fmt: skip
         counts = {kind: packed for kind, packed in step.counts.items() if kind in chosen}
         fitting = {kind: packed for kind, packed in counts.items() if packed.sites == len(chosen[kind][0].sites)}

@@ -20,13 +20,13 @@ from tensorboard.compat.proto import summary_pb2, types_pb2
 
 from tbhooks.data import checksums
 from tbhooks.data.checksums import Checksums
-from tbhooks.data.frame import Frame, Site
+from tbhooks.data.frame import EVALUATION, METRIC, Frame, Site
 from tbhooks.data.stats import BUCKETS, COUNT, INFS, NANS, ZEROS, Counts, Floats
 from tbhooks.sinks.tensorboard import CHECKSUMS, COLUMNS_OF_VERSION, PLUGIN, STORED_COLUMNS, decode_values
 
 LONGEST_NAME = 1 << 16
 _NPY_HEADER = re.compile(
-    rb"\x93NUMPY\x01\x00..\{'descr': '(?P<type><u[48])', 'fortran_order': False, "
+    rb"\x93NUMPY\x01\x00..\{'descr': '(?P<type><u[248])', 'fortran_order': False, "
     rb"'shape': \((?P<rows>\d{1,12}), (?P<columns>\d{1,12})\), \} *\n",
     re.DOTALL,
 )
@@ -62,6 +62,16 @@ class Layout:
         except (LookupError, TypeError, AttributeError, RecursionError) as problem:
             raise ValueError(f"its metadata is invalid: {problem!r}") from problem
         return cls(kind, sites, buckets, sampled, of_bits)
+
+
+def metrics_of(layout: Layout) -> dict[str, str]:
+    """The kind of each metric of the user, by the part of its tags before the slash."""
+    if not layout.kind.startswith(METRIC):
+        return {}
+    kind = layout.kind.removeprefix(METRIC)
+    phase = EVALUATION if kind.startswith(EVALUATION) else ""
+    stats = dict.fromkeys(site.path.partition("/")[0] for site in layout.sites)
+    return {phase + stat: kind for stat in stats if stat.startswith(METRIC)}
 
 
 def _name(text: object) -> str:

@@ -41,8 +41,10 @@ class GraphReader:
             return
         self._report.hooks_fired += recorder is not None or provisional is not None
         if recorder is not None and recorder is step.evaluation and not recorder.overflowed:
-            site = _site(recorder, hook, kind, index)
-            record_tensor(recorder, site, tensor, self._report, step.passes.current())
+            forward = step.passes.current()
+            recorder.read_metrics(kind, hook.path, index, tensor, forward)
+            if kind != PAIR:
+                record_tensor(recorder, _site(recorder, hook, kind, index), tensor, self._report, forward)
         context = step.context
         if context is not None and (recorder is step.recorder or provisional is not None):
             forward = context.graph_passes.setdefault(step_id, provisional or step.passes.current())

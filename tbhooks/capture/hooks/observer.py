@@ -263,7 +263,7 @@ class Observer:
             return
         self._report.hooks_fired += 1
         if recorder is not None and recorder is step.evaluation:
-            self._outputs.read_evaluation(recorder, hook, output)
+            self._outputs.read_evaluation(recorder, hook, output, args)
         if recorder is self._recorder or provisional is not None:
             self._read_output(step.passes.note(provisional or step.passes.current()), hook, output, args)
 

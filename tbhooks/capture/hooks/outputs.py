@@ -34,10 +34,15 @@ class OutputReader:
         self._gradients = gradients
         self._report = report
 
-    def read_evaluation(self, recorder: Recorder, hook: ForwardHook, output: object) -> None:
-        for index, tensor in tensor_tree.tensors(output) if hook.reads_outputs else ():
+    def read_evaluation(
+        self, recorder: Recorder, hook: ForwardHook, output: object, args: tuple[Any, ...] = ()
+    ) -> None:
+        found, forward = tensor_tree.tensors(output), self._step.passes.current()
+        for index, tensor in found if hook.reads_outputs else ():
             site = recorder.number(Site(hook.path, "activation", index))
-            record_tensor(recorder, site, tensor, self._report, self._step.passes.current())
+            record_tensor(recorder, site, tensor, self._report, forward)
+        if recorder.metrics is not None:
+            self._read_metrics(recorder, forward, hook, found, args)
 
     def read_output(
         self, context: StepContext, forward: Pass, hook: ForwardHook, output: object, args: tuple[Any, ...] = ()
@@ -52,7 +57,7 @@ class OutputReader:
         for index, tensor in found:
             self._read_tensor(context, forward, hook, index, tensor, is_hidden)
         if self._step.recorder.metrics is not None and not in_backward():
-            self._read_metrics(forward, hook, found, args)
+            self._read_metrics(self._step.recorder, forward, hook, found, args)
         return type(output) is not Tensor and any(sharded_tensors.is_dtensor(tensor) for _, tensor in found)
 
     def _read_tensor(
@@ -90,9 +95,9 @@ class OutputReader:
         context.cache(tensor, span, gradient_hook)
 
     def _read_metrics(
-        self, forward: Pass, hook: ForwardHook, found: list[tuple[str, Tensor]], args: tuple[Any, ...]
+        self, recorder: Recorder, forward: Pass | None, hook: ForwardHook, found: list[tuple[str, Tensor]],
+        args: tuple[Any, ...],
     ) -> None:  # fmt: skip
-        recorder = self._step.recorder
         for index, tensor in found:
             recorder.read_metrics("activation", hook.path, index, tensor, forward)
         if hook.reads_pairs and args and found:

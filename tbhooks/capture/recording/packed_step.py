@@ -22,6 +22,7 @@ from tbhooks.data.frame import (
     CRITICAL_BATCH,
     GRADIENT_COSINE,
     GRADIENT_NORM,
+    METRIC,
     NOISE_PARTS,
     NOISE_SCALE,
     NONFINITE_SINCE,
@@ -178,12 +179,9 @@ class PackedStep:
             return late
         frame = self._frame(merged) if table.sites else self._scalar_frame(self.step, table.scalars)
         scalars = {**frame.scalars, **table.samples.scalars(), **found.scalars}
-        artifacts += found.channels
-        samples = table.samples
-        return [
-            *late,
-            replace(frame, scalars=scalars, artifacts=artifacts, samples=samples, vectors=found.vectors),
-        ]
+        metrics = {start: kind for start, (kind, _) in table.metrics.items() if METRIC in start}
+        more = replace(frame, scalars=scalars, artifacts=artifacts + found.channels, samples=table.samples)
+        return [*late, replace(more, vectors=found.vectors, metrics=metrics)]
 
     def _attached(self, what: Attached) -> NDArray[Any]:
         return self.copies[what.buffer].attached(what)

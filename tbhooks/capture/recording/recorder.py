@@ -315,7 +315,8 @@ class Recorder:
     @property
     def has_something(self) -> bool:
         """Whether anything was recorded."""
-        return bool(self.calls or self._scalars or self._artifact_builders or self._parts)
+        has_metrics = self.metrics is not None and self.metrics.has_something
+        return bool(self.calls or self._scalars or self._artifact_builders or self._parts or has_metrics)
 
     @property
     def overflowed(self) -> bool:

@@ -43,8 +43,8 @@ class StepTable:
     """Scalars of earlier steps, which were logged after those had been submitted."""
     group: int = 0
     """The lowest of the ranks that work on the same batch."""
-    reductions: dict[str, str] = field(default_factory=dict)
-    """How scalars of metrics are merged over ranks, by the part of their tags before the slash: "mean", "max", ..."""
+    metrics: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """The metrics, by the part of their tags before the slash: their kind, and how ranks are merged ("mean", ...)."""
     samples: Samples = NO_SAMPLES
     """The samples that the user has shown."""
     checksums: Checksums = field(default_factory=lambda: checksums.empty(0))

@@ -24,7 +24,7 @@ from tbhooks.capture.autograd import profiler_label, without_dispatch_modes
 from tbhooks.capture.recording.packed_step import Attached, Read, TablePart
 from tbhooks.capture.recording.step_table import StepTable
 from tbhooks.data.errors import ArgumentError, TbhooksError, nearest
-from tbhooks.data.frame import ROOT
+from tbhooks.data.frame import EVALUATION, METRIC, ROOT
 from tbhooks.data.self_report import Report, describe_exception
 from tbhooks.reduction.metrics import write_ratio
 from tbhooks.reduction.torch_rows import has_no_data
@@ -33,7 +33,6 @@ KINDS = ("activation", "gradient", "input", "weight", "weight_gradient")
 PAIR = "write_ratio"
 """Beside these kinds: how much a module changes its first input, which is computed before metrics are called."""
 MOST_NUMBERS = 64
-TAG = "metric."
 REDUCTIONS: dict[str, Callable[..., Any]] = {"mean": np.mean, "sum": np.sum, "max": np.max, "min": np.min}
 """How the numbers of several calls, and of several ranks, become one."""
 
@@ -128,10 +127,20 @@ class _Call:
 class StepMetrics:
     """The metrics of the open step. The recorder of the step has it, and drops and copies it with its records."""
 
-    def __init__(self, report: Report) -> None:
-        self._report = report
+    def __init__(self, report: Report, phase: str = "") -> None:
+        self._report, self._phase = report, phase
         self._by_kind: dict[str, list[Metric]] = {}
         self._calls: list[_Call] = []
+
+    def of_evaluations(self) -> StepMetrics:
+        """The same metrics for evaluation passes, with `eval.` before their tags."""
+        made = StepMetrics(self._report, EVALUATION)
+        made._by_kind = self._by_kind
+        return made
+
+    @property
+    def has_something(self) -> bool:
+        return bool(self._calls)
 
     def add(self, metric: Metric) -> None:
         self._by_kind.setdefault(metric.kind, []).append(metric)
@@ -169,7 +178,7 @@ class StepMetrics:
         except Exception as problem:
             metric.is_off = True
             why = str(problem) if isinstance(problem, MetricError) else f"it failed: {describe_exception(problem)}"
-            self._report.mark_unseen(f"{TAG}{metric.name}", f"{why}; it is switched off", replace=True)
+            self._report.mark_unseen(f"{METRIC}{metric.name}", f"{why}; it is switched off", replace=True)
             self._report.error(f"metric {metric.name!r} at {site} is switched off", problem)
 
     def drop(self, owners: Set[object]) -> None:
@@ -202,8 +211,8 @@ class StepMetrics:
                 data, at = read(what).astype(np.float64), 0
                 for i, size, shape in places[device]:
                     results[i], at = data[at : at + size].reshape(shape), at + size
-            scalars, reductions = _scalars(calls, results)
-            return replace(table, scalars={**table.scalars, **scalars}, reductions={**table.reductions, **reductions})
+            scalars, metrics = _scalars(calls, results, self._phase)
+            return replace(table, scalars={**table.scalars, **scalars}, metrics={**table.metrics, **metrics})
         except Exception as problem:  # it must not cost the logged step
             self._report.error("metrics", problem)
             return table
@@ -244,23 +253,25 @@ def _flat_by_device(
     return made
 
 
-def _scalars(calls: Sequence[_Call], results: dict[int, Any]) -> tuple[dict[str, float], dict[str, str]]:
-    """The scalars of the step by tag, and how each group of tags is merged over ranks."""
+def _scalars(
+    calls: Sequence[_Call], results: dict[int, Any], phase: str
+) -> tuple[dict[str, float], dict[str, tuple[str, str]]]:
+    """The scalars of the step by tag; and for each group of tags the kind, and how it is merged over ranks."""
     by_site: dict[tuple[Metric, str], list[Any]] = {}
     for i, call in enumerate(calls):
         finish = getattr(call.metric.function, "on_host", None)
         by_site.setdefault((call.metric, call.site), []).append(results[i] if finish is None else finish(results[i]))
     scalars: dict[str, float] = {}
-    reductions: dict[str, str] = {}
+    metrics: dict[str, tuple[str, str]] = {}
     for (metric, site), numbers in by_site.items():
         reduced = np.asarray(REDUCTIONS[metric.reduce](np.stack([np.asarray(each) for each in numbers]), axis=0))
-        start = metric.tag or f"{TAG}{metric.name}"
-        reductions[start] = metric.reduce
+        start = phase + (metric.tag or f"{METRIC}{metric.name}")
+        metrics[start] = phase + ("activation" if metric.kind == PAIR else metric.kind), metric.reduce
         if reduced.ndim == 0:
             scalars[f"{start}/{site}"] = float(reduced)
         else:
             scalars |= {f"{start}/{site}[{i}]": float(number) for i, number in enumerate(reduced)}
-    return scalars, reductions
+    return scalars, metrics
 
 
 def _checked(numbers: Any, metric: Metric) -> Tensor | float:

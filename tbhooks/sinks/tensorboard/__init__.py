@@ -30,6 +30,7 @@ from tbhooks.sinks.tensorboard.frame_tensors import (
     STORED_COLUMNS,
     VERSION,
     Layout,
+    add_metrics,
     decode_counts,
     decode_values,
     encode_counts,
@@ -141,6 +142,7 @@ class TensorBoardSink:
         plan.add_tensors(frame, rest)
         plan.scalars.add_extremes(frame, rest)
         self._findings.add(frame.findings, rest)
+        add_metrics(frame, self._layouts, rest)
         samples.add(frame.samples, rest)
         if frame.artifacts:
             run = artifacts.Run(self.destination, frame.time, frame.step, self._send, self.flush, self._layouts)

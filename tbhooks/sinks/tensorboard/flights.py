@@ -19,7 +19,7 @@ from tbhooks.data.frame import Frame, Site
 from tbhooks.sinks.scalar_selection import indices_of
 from tbhooks.sinks.tensorboard import protobuf
 from tbhooks.sinks.tensorboard.findings import plain_text
-from tbhooks.sinks.tensorboard.frame_tensors import STORED_COLUMNS, Layout
+from tbhooks.sinks.tensorboard.frame_tensors import STORED_COLUMNS, Layout, number_rows
 from tbhooks.sinks.tensorboard.protobuf import plugin_metadata, strings
 
 DATA_TAG = "tbhooks/flights"
@@ -70,11 +70,7 @@ def _row(flight: Flight, row: int, run: Any, with_map: bool) -> summary_pb2.Summ
 
 
 def _stored(norms: stats.Floats) -> stats.Floats:
-    """Each norm as the row of a tensor with that one element; none where there was no gradient."""
-    values = stats.empty_rows(len(norms))
-    known, finite = ~np.isnan(norms), np.isfinite(norms)
-    values[known, stats.COUNT] = 1
-    values[known & ~finite, stats.INFS] = 1
-    for column in (stats.MEAN, stats.MIN, stats.MAX):
-        values[finite, column] = norms[finite]
+    """Each norm as a row; none where there was no gradient."""
+    values = number_rows(norms)
+    values[np.isnan(norms)] = stats.empty_rows(1)
     return values

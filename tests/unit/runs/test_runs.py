@@ -758,10 +758,12 @@ def counts_event(content: bytes, step: int = 9) -> bytes:
     return event(step, rows_value(), counts)
 
 
-def test_sound_histograms_of_a_file_made_by_hand_are_read(tmp_path: Path) -> None:
-    run = read_bytes(tmp_path / "r", counts_event(SOUND))
+@pytest.mark.parametrize("dtype", [np.uint16, np.uint32, np.uint64])
+def test_sound_histograms_of_a_file_made_by_hand_are_read(tmp_path: Path, dtype: type[np.unsignedinteger[Any]]) -> None:
+    most = min(int(np.iinfo(dtype).max), 2**40)
+    run = read_bytes(tmp_path / "r", counts_event(zlib.compress(npy(np.full((1, 385), most, dtype)))))
     assert run.problems == []
-    assert run.frames[0].buckets.tolist() == [[1] * 385]
+    assert run.frames[0].buckets.tolist() == [[most] * 385]
 
 
 @pytest.mark.parametrize("name", CONTENTS)
