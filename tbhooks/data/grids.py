@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from tbhooks.data import stats
 from tbhooks.data.frame import ALL_KINDS, EVALUATION, Frame
+from tbhooks.data.roles import GAIN, gains
 from tbhooks.data.stats import INFS, NANS, Counts, Floats
 
 MAIN_STATS: Mapping[str, tuple[str, ...]] = {
@@ -30,6 +31,7 @@ MAIN_STATS: Mapping[str, tuple[str, ...]] = {
     "proposed_update": ("rms",),
 }
 _DEFAULT_STATS = ("std",)
+_RATIOS = ("ratio", GAIN)
 _SUMMARY = "summary."
 _SCALARS_FIRST = ("loss", "train.lr", "train.grad_norm")
 
@@ -57,13 +59,13 @@ class Grid:
 
     @cached_property
     def wrong(self) -> NDArray[np.bool_]:
-        """Where elements are not finite. The ratio of an update to a weight of zero is undefined, and not counted."""
-        return self.bad > 0 if self.stat == "ratio" else (self.bad > 0) | (self.seen & ~np.isfinite(self.values))
+        """Where elements are not finite. A ratio without a reference is undefined, and not counted."""
+        return self.bad > 0 if self.stat in _RATIOS else (self.bad > 0) | (self.seen & ~np.isfinite(self.values))
 
     @cached_property
     def undefined(self) -> NDArray[np.bool_]:
-        """Where a ratio has no reference yet: the weight was zero."""
-        if self.stat != "ratio":
+        """Where a ratio has no reference: the weight was zero, or the module is the first of its role."""
+        if self.stat not in _RATIOS:
             return np.zeros(self.values.shape, dtype=bool)
         return np.asarray(self.seen & np.isnan(self.values) & (self.bad == 0))
 
@@ -124,7 +126,10 @@ def grids_of(kind: str, frames: list[Frame], names: tuple[str, ...]) -> list[Gri
         bad[where, column] = picked[:, NANS] + picked[:, INFS]
         seen[where, column] = True
         for which, name in enumerate(names):
-            values[which, where, column] = stats.stat(name, picked, _buckets(frame, rows, name))
+            row_stat = "rms" if name == GAIN else name
+            values[which, where, column] = stats.stat(row_stat, picked, _buckets(frame, rows, name))
+    if GAIN in names:
+        values[names.index(GAIN)] = gains(list(order), values[names.index(GAIN)])
     steps = np.array([frame.step for frame in with_kind], dtype=np.int64)
     return [Grid(kind, name, tuple(order), steps, values[i], bad, seen) for i, name in enumerate(names)]
 

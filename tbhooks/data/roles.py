@@ -65,6 +65,33 @@ def roles(names: Sequence[str], traits: Mapping[str, str] | None = None) -> tupl
     )
 
 
+GAIN = "gain"
+"""A statistic of gradients: what the backward pass through a module multiplies the gradient by."""
+
+
+def predecessors(names: Sequence[str]) -> dict[int, int]:
+    """For each site the one before it in its role, by the numbers in its name: `layers.2` for `layers.3`."""
+    before: dict[int, int] = {}
+    for role in roles(names):
+        by_depth = sorted(role.members, key=lambda i: [int(number) for number in _NUMBER.findall(names[i])])
+        before |= dict(zip(by_depth[1:], by_depth, strict=False))
+    return before
+
+
+def gains(names: Sequence[str], rms: Floats) -> Floats:
+    """The gain of every site, from the rms of its gradient `rms[site, ...]`; NaN for the first of its role.
+
+    It is the rms of the gradient at the module before it in its role over that at the module itself. In a chain of
+    equal blocks it is 1 where the backward pass keeps the size of gradients, less where they vanish, and more where
+    they explode.
+    """
+    found = np.full(rms.shape, np.nan)
+    before = predecessors(names)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        found[list(before)] = rms[list(before.values())] / rms[list(before)]
+    return found
+
+
 def parameter_traits(names: Iterable[str], parameters: Iterable[str]) -> dict[str, str]:
     """A trait for each module: the names of the parameters that it owns itself, such as `weight, bias`.
 

@@ -16,6 +16,7 @@ from tensorboard.compat.proto import summary_pb2
 from tbhooks.data.artifacts.flights import FLIGHT
 from tbhooks.data.artifacts.vectors import EXPERTS, HEADS
 from tbhooks.data.frame import ALL_KINDS, CHANNEL, EVALUATION, METRIC, Site
+from tbhooks.data.roles import GAIN, predecessors
 from tbhooks.data.stats import QUANTILES, STATS
 from tbhooks.runs.stored_frames import Layout
 from tbhooks.sinks.tensorboard import PLUGIN
@@ -80,6 +81,11 @@ class Kind:
         """The row of a site in the matrix, by path and index."""
         return {(site.path, site.index): i for i, site in enumerate(self.sites)}
 
+    @cached_property
+    def before(self) -> Mapping[int, int]:
+        """Of gradients: for the position of a site that of the one before it in its role, for its gain."""
+        return predecessors([site.name for site in self.sites]) if self.name == "gradient" else {}
+
     @property
     def last_step(self) -> int:
         return max(tag.last_step for tag in self.rows)
@@ -97,6 +103,7 @@ class Kind:
         if self.metrics is not None and self.metrics.elements:
             return list(self.metrics.numbers)
         of_rows = [name for name in STATS if name != "ratio" or self.name == _HAS_RATIO]
+        of_rows += [GAIN] if self.before else []
         return of_rows + (list(QUANTILES) if self.buckets else []) + list(self.metrics.numbers if self.metrics else ())
 
 

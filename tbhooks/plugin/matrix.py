@@ -5,6 +5,7 @@ Stats that are stored columns are returned bit for bit; the others are derived b
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -69,6 +70,15 @@ class Matrix:
 def row_matrix(name: str, rows: Rows) -> Matrix:
     """A stat that is known for every step."""
     return Matrix(np.arange(len(rows.steps)), row_stat(name, rows.columns))
+
+
+def gain_matrix(rows: Rows, before: Mapping[int, int]) -> Matrix:
+    """The gain of each gradient: its rms at the site before it in its role over its own."""
+    rms = row_stat("rms", rows.columns)
+    values = np.full(rms.shape, np.nan, dtype=np.float32)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        values[:, list(before)] = rms[:, list(before.values())] / rms[:, list(before)]
+    return Matrix(np.arange(len(rows.steps)), values)
 
 
 def quantile_matrix(name: str, rows: Rows, histograms: Histograms, known: Matrix | None = None) -> Matrix:

@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 
 from tbhooks.data.frame import Site
 from tbhooks.data.jsonable import to_jsonable
+from tbhooks.data.roles import GAIN
 from tbhooks.data.stats import BUCKETS, INFS, LOWER, MAX, MIN, NANS, QUANTILES, STATS, UPPER, Counts
 from tbhooks.plugin.arrays import Histograms, Indices, Rows, Stored
 from tbhooks.plugin.index import Kind, RunIndex
-from tbhooks.plugin.matrix import Matrix, common, quantile, row_stat, undefined
+from tbhooks.plugin.matrix import Matrix, common, gain_matrix, quantile, row_stat, undefined
 
 MOST_NONFINITE = 100_000
 MOST_RIDGES = 60
@@ -129,6 +130,15 @@ def _metric_history(metrics: Mapping[str, Rows], steps: NDArray[np.int64]) -> di
     return found
 
 
+def _gain_history(kind: Kind, rows: Rows, position: int) -> dict[str, list[float | None]]:
+    if position not in kind.before:
+        return {}
+    pair = Rows(rows.steps, rows.times, rows.columns[:, :, [kind.before[position], position]], rows.seen, rows.thinned)
+    known = rows.seen[:, position] & rows.seen[:, kind.before[position]]
+    gain = gain_matrix(pair, {1: 0}).values[:, 1].tolist()
+    return {GAIN: [value if is_known else None for value, is_known in zip(gain, known, strict=True)]}
+
+
 def _seen_with_histogram(rows: Rows, histograms: Histograms, position: int) -> tuple[Indices, Indices]:
     at, which = common(rows, histograms)
     seen = rows.seen[at, position]
@@ -164,6 +174,7 @@ def history(
             name: [x if known else None for x, known in zip(values, seen & ~undefined(name, own), strict=True)]
             for name, values in series.items()
         }
+        | _gain_history(kind, rows, position)
         | _metric_history(metrics, rows.steps),
         "quantile_steps": rows.steps[drawn].tolist(),
         "quantiles": {name: quantile(name, own[:, drawn], counts).tolist() for name in QUANTILES},

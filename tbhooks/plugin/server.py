@@ -18,10 +18,11 @@ from tensorboard.backend import http_util
 from tensorboard.plugins import base_plugin
 from werkzeug import wrappers
 
+from tbhooks.data.roles import GAIN
 from tbhooks.data.stats import QUANTILES, STAT_NAMES
 from tbhooks.plugin import overview, responses
 from tbhooks.plugin.index import KINDS, Kind, RunIndex, is_kind
-from tbhooks.plugin.matrix import row_matrix
+from tbhooks.plugin.matrix import gain_matrix, row_matrix
 from tbhooks.plugin.provider import UnavailableError
 from tbhooks.plugin.query import Query, QueryError
 from tbhooks.plugin.store import Store, StoredRun, TooLargeError
@@ -111,13 +112,18 @@ class Plugin(base_plugin.TBPlugin):  # type: ignore[misc]  # TensorBoard has no 
         after = request.query.integer("after") if "after" in request.query else None
         run, kind = self._kind(request)
         metrics = () if kind.metrics is None else kind.metrics.numbers
-        stat = request.query.one_of("stat", (*STAT_NAMES, *metrics))
-        if stat == "ratio" and "ratio" not in kind.stats:
-            raise QueryError(f"only updates have {stat!r}, not {kind.name!r}")
+        stat = request.query.one_of("stat", (*STAT_NAMES, GAIN, *metrics))
+        if stat in ("ratio", GAIN) and stat not in kind.stats:
+            having = "updates" if stat == "ratio" else "gradients of modules with the same role"
+            raise QueryError(f"only {having} have {stat!r}, not {kind.name!r}")
         stored = self._stored(request, run)
         rows = stored.metric(kind, stat) if stat in metrics else stored.rows(kind)
-        column = "mean" if stat in metrics else stat  # a metric is the row of one number
-        matrix = stored.quantiles(kind, stat) if stat in QUANTILES else row_matrix(column, rows)
+        if stat in QUANTILES:
+            matrix = stored.quantiles(kind, stat)
+        elif stat == GAIN:
+            matrix = gain_matrix(rows, kind.before)
+        else:
+            matrix = row_matrix("mean" if stat in metrics else stat, rows)  # a metric is the row of one number
         names = {"run": run.name, "kind": kind.name, "stat": stat}
         return responses.matrix_bytes(names, kind.sites, rows, matrix, after), BINARY
 

@@ -21,9 +21,6 @@ from numpy.typing import NDArray
 import tbhooks
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-CHROMIUM = Path("/usr/bin/chromium")
-pytestmark = pytest.mark.skipif(not CHROMIUM.exists(), reason=f"no browser at {CHROMIUM}")
-
 STATIC = Path(tbhooks.__file__).parent / "plugin" / "static"
 OWN = sorted((STATIC / "detail").iterdir())
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
@@ -50,14 +47,14 @@ const reply = (key) => {
   return Promise.reject(new Error(answer ? answer.error : "no " + key));
 };
 const route = (name) => async (question) => {
-  const key = name + " " + question.path + (question.step === undefined ? "" : " " + question.step);
+  const key = name + " " + (question.path ?? question.run) + (question.step === undefined ? "" : " " + question.step);
   const found = key in window.answers || key in window.held ? key : name + " " + question.path;
   window.asked.push(key);
   if (found in window.held) await new Promise((resolve) => (window.held[found] = resolve));
   return reply(found);
 };
 window.detail = createDetail(document.getElementById("box"), {
-  api: { distribution: route("distribution"), history: route("history") },
+  api: { distribution: route("distribution"), history: route("history"), samples: route("samples") },
   onClose: () => (window.closings += 1),
   onPickStep: (step) => window.picked.push(step),
   axis: "log",
@@ -94,14 +91,6 @@ def address() -> Iterator[str]:
     yield f"http://127.0.0.1:{server.server_port}/"
     server.shutdown()
     server.server_close()
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as driver:
-        chromium = driver.chromium.launch(executable_path=str(CHROMIUM), args=["--no-sandbox"])
-        yield chromium
-        chromium.close()
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from tbhooks.data.errors import ArgumentError, check_names, nearest
 from tbhooks.data.findings import first_of_each
 from tbhooks.data.grids import Grid
 from tbhooks.data.history import History
+from tbhooks.data.roles import GAIN
 from tbhooks.data.stats import QUANTILES, STAT_NAMES, Floats
 from tbhooks.drawing.heatmap import Scale, legend, picture, row_height, rows_to_show, svg
 from tbhooks.drawing.names import shorten_all
@@ -35,13 +36,14 @@ def grid_of(history: History, stat: str, kind: str) -> Grid:
 
     Raises ArgumentError, naming the nearest valid name, for a statistic or kind that the history does not have.
     """
-    check_names("stat", (stat,), STAT_NAMES)
+    check_names("stat", (stat,), (*STAT_NAMES, GAIN))
     frames = [frame for frame in history if any(site.kind == kind for site in frame.sites)]
     if not frames:
         known = dict.fromkeys(site.kind for frame in history for site in frame.sites)
         raise ArgumentError(f"no logged step has the kind {kind!r}: {nearest(str(kind), known)}")
-    if stat == "ratio" and kind != "update":
-        raise ArgumentError(f"only the kind 'update' has a ratio, not {kind!r}")
+    wanted = {"ratio": "update", GAIN: "gradient"}.get(stat, kind)
+    if kind != wanted:
+        raise ArgumentError(f"only the kind {wanted!r} has a {stat}, not {kind!r}")
     (grid,) = grids.grids_of(kind, frames, (stat,))
     if stat in QUANTILES:  # older frames no longer have their histograms
         grid = replace(grid, seen=grid.seen & np.isfinite(grid.values))

@@ -49,6 +49,7 @@ export const api = {
   },
   findings: async ({ run }) => (await json("findings", { run })).findings,
   scalars: async ({ run }) => (await json("scalars", { run })).scalars.map(numbered),
+  samples: ({ run, step }) => json("samples", { run, step }),
   overview: ({ run }) => json("overview", { run }),
   distribution: ({ run, kind, path, index, step }) => json("distribution", { run, kind, path, index, step }),
   history: ({ run, kind, path, index }) => json("history", { run, kind, path, index }),

@@ -30,9 +30,10 @@ const KINDS = {
 
 /** {base, words, headline} of a kind; an unknown one is shown by its name. */
 export function kindOf(kind) {
-  if (kind.startsWith("channel.") && !(kind in KINDS)) {
-    const whole = kindOf(kind.slice(8));
-    return { ...whole, words: `${whole.words} by channel` };
+  const part = /^(?!eval\.)([a-z_]+)\.(.+)$/.exec(kind);
+  if (part && !(kind in KINDS)) {
+    const whole = kindOf(part[2]);
+    return { ...whole, words: `${whole.words} by ${part[1]}` };
   }
   const evaluation = kind.startsWith("eval.");
   const base = evaluation ? kind.slice(5) : kind;

@@ -7,7 +7,7 @@ import { historyOf, kindOf } from "./cells.js";
 import { nearestIndex } from "./frame.js";
 import { button, html } from "../core/elements.js";
 import { createDistributionPart } from "./distribution.js";
-import { createBandsPart, createLinesPart, createRidgesPart, createTablePart, headline } from "./parts.js";
+import { createBandsPart, createLinesPart, createRidgesPart, createSamplesPart, createTablePart, headline } from "./parts.js";
 
 const MOST = 4;
 const HISTORY_WAIT = 250; // milliseconds the distribution waits for the history, whose range its axis shares
@@ -78,6 +78,7 @@ export function createDetail(container, { api, onClose, onPickStep, axis = "line
     createBandsPart(rerender, onPickStep),
     createRidgesPart(onPickStep),
     createTablePart(),
+    createSamplesPart(),
   ];
   const elements = parts.map(({ element }) => element);
   const column = (from, to) => html("div", { class: "detail-column" }, ...elements.slice(from, to));

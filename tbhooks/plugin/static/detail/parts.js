@@ -3,7 +3,7 @@
 
 import { suitableMode } from "./axes.js";
 import { historyOf, kindOf, statHistory, statNames, statsOf } from "./cells.js";
-import { brief, isFinite } from "../core/numbers.js";
+import { brief, isFinite, toNumber } from "../core/numbers.js";
 import { bandValues, bandsModel, linesModel } from "./history.js";
 import { button, createChoice, html } from "../core/elements.js";
 import { ridgesModel, ridgesNote, someRidges, usedKeys } from "./ridges.js";
@@ -48,8 +48,9 @@ export function createBandsPart(rerender, onPick) {
 
   function render(cells, view) {
     const [{ site, distribution, history }] = cells;
-    section.visible(cells.length === 1 && (history.error === null || history.error !== distribution.error));
-    if (cells.length !== 1) return;
+    const hasRange = history.value === null || "min" in historyOf(history.value).stats; // metrics are single numbers
+    section.visible(cells.length === 1 && hasRange && (history.error === null || history.error !== distribution.error));
+    if (cells.length !== 1 || !hasRange) return;
     section.problems(problemsOf(cells, "history"));
     if (history.value === null || !historyOf(history.value).steps.length) return section.empty();
     const past = historyOf(history.value);
@@ -142,6 +143,44 @@ export function createTablePart() {
     section.note(sampledNote(columns));
     shown = [columns, view.kind];
     section.body.replaceChildren(statsTable(columns, view.kind, caption(columns, view.step)));
+  }
+  return { ...section, render, needs: "distribution" };
+}
+
+/* ---- Samples ------------------------------------------------------------------------------------------------ */
+
+const headRow = (names) => html("thead", {}, html("tr", {}, ...names.map((name) => html("th", { scope: "col" }, name))));
+
+function table(caption, names, rows) {
+  const lines = rows.map(([first, ...rest]) =>
+    html("tr", {}, html("th", { scope: "row", title: first }, first), ...rest.map((text) => html("td", {}, text))),
+  );
+  return html("table", { class: "detail-table" }, html("caption", {}, caption), headRow(names), html("tbody", {}, ...lines));
+}
+
+/** The samples with the largest values at a step, and the mean of each group. */
+function samplesTables({ step, worst, groups, total }) {
+  const [grouped, placed] = [worst.some(([, , group]) => group), worst.some(([, , , position]) => position !== null)];
+  const names = ["sample", ...(placed ? ["position"] : []), "value", ...(grouped ? ["group"] : [])];
+  const rows = worst.map(([id, value, group, position]) => [
+    ...[String(id), ...(placed ? [position === null ? "" : String(position)] : [])],
+    ...[brief(toNumber(value)), ...(grouped ? [group] : [])],
+  ]);
+  const largest = table(`The largest of ${total} values at step ${step}`, names, rows);
+  const means = Object.entries(groups).map(([name, [mean, count]]) => [name, brief(toNumber(mean)), String(count)]);
+  return means.length ? [largest, table("The mean of each group", ["group", "mean", "values"], means)] : [largest];
+}
+
+export function createSamplesPart() {
+  const section = createSection("Samples", "samples");
+
+  function render(_cells, view) {
+    const { value } = view.ask("samples", { run: view.run, step: view.step });
+    const known = value !== null && value.step !== null;
+    section.visible(known);
+    if (!known) return;
+    section.note(value.step === view.step ? null : `Step ${value.step} is the nearest with samples; you chose ${view.step}.`);
+    section.body.replaceChildren(...samplesTables(value));
   }
   return { ...section, render, needs: "distribution" };
 }

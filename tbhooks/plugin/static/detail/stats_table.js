@@ -10,6 +10,7 @@ const GROUPS = [
   ["Range", ["min", "max", "abs_max"]],
   ["Quantiles", ["p01", "p25", "p50", "p75", "p99"]],
   ["Shape", ["skewness", "kurtosis"]],
+  ["Depth", ["gain"]],
   ["Elements", ["count", "zero_fraction", "nan_count", "inf_count"]],
 ];
 
@@ -22,6 +23,9 @@ const MEANING = {
   p50: "the median",
   skewness: "mean cube of the deviations over std\u00b3: 0 if symmetric",
   kurtosis: "mean fourth power of the deviations over std\u2074: 3 if normal, more with outliers",
+  gain: "rms of the gradient at the previous module of the same role over that at this one",
+  dead_fraction: "share of units that are zero for every sample",
+  write_ratio: "rms of what the module changes over rms of its input",
   zero_fraction: "share of elements that are exactly zero",
 };
 
@@ -33,7 +37,7 @@ function grouped(columns, kind) {
   const known = new Set(columns.flatMap(({ stats }) => Object.keys(stats)).filter((name) => hasMeaning(name, kind)));
   const listed = new Set(GROUPS.flatMap(([, names]) => names));
   const others = [...known].filter((name) => !listed.has(name));
-  return [...GROUPS, ["Other", others]]
+  return [...GROUPS, ["Metrics", others]]
     .map(([title, names]) => [title, names.filter((name) => known.has(name))])
     .filter(([, names]) => names.length);
 }
