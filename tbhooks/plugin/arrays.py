@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tbhooks.data.artifacts.samples import Samples
 from tbhooks.data.frame import Finding
-from tbhooks.data.samples import Samples
 from tbhooks.data.stats import BUCKETS, Counts
 
 Stored = NDArray[np.float32]

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tbhooks.data.artifacts.samples import Samples
 from tbhooks.data.frame import Finding
 from tbhooks.data.jsonable import to_jsonable
-from tbhooks.data.samples import Samples
 from tbhooks.data.stats import COUNT, INFS, NANS, ZEROS
 from tbhooks.plugin.arrays import Histogram, Histograms, Indices, Rows, Source, Stored, StoredFindings, StoredSamples
 from tbhooks.plugin.cache import Cache

@@ -23,6 +23,7 @@ def test_taps_metrics_and_samples_are_those_of_all_ranks(pool: ProcessPool, tmp_
         expected = reference.stats(both)
         assert tapped == pytest.approx([expected["count"], expected["mean"], expected["std"]])
         assert scalars["metric.max/(root):doubled"] == pytest.approx(max(each))
+        assert scalars["metric.min/(root):doubled"] == pytest.approx(min(each))
         assert scalars["metric.sum/(root):doubled"] == pytest.approx(sum(each))
         assert scalars["metric.mean/(root):doubled"] == pytest.approx(np.mean(each))
         assert scalars["train.loss_by/all"] == pytest.approx(losses.mean())

@@ -28,7 +28,7 @@ class Kept:
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.steps = model, list[Step]()
-        self._parts: Step = defaultdict(list)
+        self.parts: Step = defaultdict(list)
         block = model.get_submodule(PATH)
         block.register_forward_pre_hook(lambda _, args: self._forward("input", args[0]))
         block.register_forward_hook(self._output)
@@ -43,15 +43,15 @@ class Kept:
             output.register_hook(lambda gradient: self._keep("gradient", gradient))
 
     def _keep(self, kind: str, tensor: Tensor) -> None:
-        self._parts[kind].append(tensor.detach().to(torch.float64, copy=True).numpy())
+        self.parts[kind].append(tensor.detach().to(torch.float64, copy=True).numpy())
 
     def before_step(self) -> None:
         weight = self.model.get_parameter(f"{PATH}.out.weight")
         self._keep("weight", weight)
         assert weight.grad is not None
         self._keep("weight_gradient", weight.grad)
-        self.steps.append(dict(self._parts))
-        self._parts = defaultdict(list)
+        self.steps.append(dict(self.parts))
+        self.parts = defaultdict(list)
 
 
 def train(
@@ -281,10 +281,50 @@ def test_metrics_are_scalars_of_event_files(tmp_path: Path) -> None:
         w.metric("per_head", lambda t: t.amax((0, 1)), "blocks.0.out")
         train(model)
     run = tbhooks.runs.read(tmp_path)
+    assert run.frames[1].metrics == w.history[1].metrics == {"metric.per_head": "activation"}
     assert run.frames[1].scalars["metric.per_head/blocks.0.out[3]"] == pytest.approx(
         w.history[1].scalars["metric.per_head/blocks.0.out[3]"]
     )
     assert not run.problems
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_evaluation_passes_have_metrics_of_their_own(tmp_path: Path, compiled: bool) -> None:
+    reset()
+    model, kept = Tapped(), tbhooks.MemorySink()
+    called = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    reference = Kept(Tapped())
+    w = tbhooks.watch(model, [kept, tmp_path], every=1).evaluation()
+    w.metric("rms", lambda t: t.square().mean().sqrt(), PATH).metric("write_ratio", pattern=PATH)
+    w.metric("most", lambda t: t.max(), "*:residual", reduce="max").metric("of_input", lambda t: t.sum(), PATH, "input")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    called(tapped.batch(0)).square().mean().backward()
+    optimizer.step()
+    model.eval()
+    with torch.no_grad():
+        for part in range(2):
+            called(tapped.batch(1, part))
+            reference.model(tapped.batch(1, part))
+    model.train()
+    called(tapped.batch(2)).square().mean().backward()
+    optimizer.step()
+    w.close()
+    assert w.stats.errors == 0, w.stats.messages
+    calls = reference.parts
+    rms = np.mean([np.sqrt(np.square(call).mean()) for call in calls["activation"]])
+    given = np.mean([call.sum() for call in calls["input"]])
+    ratios = [
+        np.sqrt(np.square(out - before).mean() / np.square(before).mean())
+        for before, out in zip(calls["input"], calls["activation"], strict=True)
+    ]
+    read = next(frame for frame in tbhooks.runs.read(tmp_path).frames if frame.is_evaluation)
+    for frame in (next(frame for frame in kept.frames if frame.is_evaluation), read):
+        assert frame.scalars[f"eval.metric.rms/{PATH}"] == pytest.approx(rms, rel=1e-5)
+        assert frame[PATH, "eval.activation"].write_ratio == pytest.approx(np.mean(ratios), rel=1e-5)
+        assert frame.scalars[f"eval.metric.of_input/{PATH}"] == pytest.approx(given, rel=1e-5)
+        assert frame.metrics["eval.metric.most"] == "eval.activation"
+    trained = [frame for frame in kept.frames if not frame.is_evaluation]
+    assert all("eval" not in tag for frame in trained for tag in frame.scalars), "training has numbers of its own"
 
 
 def f(_: Tensor) -> float:

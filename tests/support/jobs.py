@@ -428,7 +428,7 @@ def tapping(rank: int) -> Any:
     """A tap, metrics with every kind of merging, and samples, of a step that is merged."""
     model = _Doubling()
     w = tbhooks.watch(model, None, 1, ranks="merge")
-    for reduce in ("max", "sum", "mean"):
+    for reduce in ("max", "min", "sum", "mean"):
         w.metric(reduce, lambda t: t.abs().max(), "(root):doubled", reduce=reduce)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     for _ in range(2):

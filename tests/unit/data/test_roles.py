@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tbhooks.data.roles import parameter_traits, pattern, robust_z, roles, summary
+from tbhooks.data.roles import gains, parameter_traits, pattern, robust_z, roles, summary
 
 
 @pytest.mark.parametrize(
@@ -68,3 +68,11 @@ def test_scores_grow_with_the_values_and_the_median_has_none(numbers: list[float
     order = np.argsort(numbers, kind="stable")
     assert all(a <= b or math.isnan(a) for a, b in zip(scores[order], scores[order][1:], strict=False))
     assert min(np.abs(scores)) == 0 or len(numbers) % 2 == 0
+
+
+def test_the_gain_of_a_site_is_the_rms_before_it_in_its_role_over_its_own() -> None:
+    names = ["head", "layers.10", "layers.2", "layers.2.fc", "layers.10.fc", "layers.0"]  # gradients come last to first
+    rms = np.array([9.0, 2.0, 8.0, 3.0, 0.0, 4.0])
+    expected = [np.nan, 4.0, 0.5, np.nan, np.inf, np.nan]
+    np.testing.assert_array_equal(gains(names, rms), expected)
+    np.testing.assert_array_equal(gains(names, np.stack([rms, 2 * rms], axis=1))[:, 1], expected)

@@ -35,6 +35,7 @@ from werkzeug.test import Client
 
 from tbhooks import plugin as entry
 from tbhooks.data.artifacts.flights import Flight
+from tbhooks.data.artifacts.samples import Group, Sample, Samples
 from tbhooks.data.frame import KINDS, SAMPLED, Finding, Frame, Site
 from tbhooks.data.stats import STAT_NAMES
 from tbhooks.plugin import index, provider, store
@@ -995,3 +996,66 @@ def test_a_dump_of_the_flight_recorder_is_a_map_of_parameters_by_its_steps(tmp_p
     assert np.array_equal(values, np.array([[1.0, 2.0], [math.nan, 3.0], [math.nan, 4.0]], "f4"), equal_nan=True)
     sites = tab.ask("sites", run="run", kind="flight").json["sites"]
     assert [site["path"] for site in sites] == ["a.weight", "b.weight"]
+
+
+def with_metrics(step: int) -> Frame:
+    """Two modules with a metric each (the second is infinite at step 2), and a vector of three numbers at the first."""
+    data = {Site(f"layers.{i}", kind): RNG.normal(size=40) for kind in ("activation", "gradient") for i in range(3)}
+    scalars = {f"metric.spread/layers.{i}": 10.0 * step + i for i in range(2)}
+    scalars["metric.spread/layers.1"] += math.inf if step == 2 else 0.0
+    scalars |= {f"metric.heads/layers.0[{i}]": float(step + i) for i in range(3)}
+    scalars |= {"activation.write_ratio/layers.2": 0.5, "train/loss": 1.0}
+    metrics = {"metric.spread": "activation", "metric.heads": "activation"}
+    return replace(make_frame(step, data, histograms=False, scalars=scalars), metrics=metrics)
+
+
+def test_metrics_are_stats_of_their_kind_and_vectors_are_maps_of_elements(tmp_path: Path) -> None:
+    write(tmp_path / "run", *(with_metrics(step) for step in range(3)))
+    tab = Tab(tmp_path)
+    kinds = {kind["kind"]: kind for kind in tab.ask("runs").json["runs"][0]["kinds"]}
+    assert kinds["activation"]["stats"][-2:] == ["metric.spread", "write_ratio"]
+    assert kinds["element.activation"]["stats"] == ["metric.heads"]
+    assert not [name for name in kinds if name.startswith("metric.")]
+    header, values = tab.ask("matrix", run="run", kind="activation", stat="metric.spread").matrix
+    np.testing.assert_array_equal(values, [[0, 1, math.nan], [10, 11, math.nan], [20, math.nan, math.nan]])
+    assert header["nonfinite"] == [[2, 1]]
+    _, values = tab.ask("matrix", run="run", kind="element.activation", stat="metric.heads").matrix
+    np.testing.assert_array_equal(values, [[0, 1, 2], [1, 2, 3], [2, 3, 4]])
+    sites = tab.ask("sites", run="run", kind="element.activation").json["sites"]
+    assert [site["name"] for site in sites] == ["layers.0[0]", "layers.0[1]", "layers.0[2]"]
+
+
+def test_a_site_has_its_metrics_in_its_history_and_its_stats(tmp_path: Path) -> None:
+    write(tmp_path / "run", *(with_metrics(step) for step in range(3)))
+    tab, where = Tab(tmp_path), {"run": "run", "kind": "activation", "path": "layers.1"}
+    assert tab.ask("history", **where).json["stats"]["metric.spread"] == [1.0, 11.0, "inf"]
+    assert tab.ask("distribution", **where, step=1).json["stats"]["metric.spread"] == 11.0
+    element = {"run": "run", "kind": "element.activation", "path": "layers.0", "index": "[2]"}
+    assert tab.ask("history", **element).json["stats"] == {"metric.heads": [2.0, 3.0, 4.0]}
+    assert tab.ask("distribution", **element, step=1).json["stats"] == {"metric.heads": 3.0}
+
+
+def test_the_gain_of_gradients_is_that_of_numpy(tmp_path: Path) -> None:
+    frames = [with_metrics(step) for step in range(3)]
+    write(tmp_path / "run", *frames)
+    tab = Tab(tmp_path)
+    _, values = tab.ask("matrix", run="run", kind="gradient", stat="gain").matrix
+    rms = np.array([[frame[f"layers.{i}", "gradient"].rms for i in range(3)] for frame in frames])
+    assert np.isnan(values[:, 0]).all()
+    np.testing.assert_allclose(values[:, 1:], rms[:, :-1] / rms[:, 1:], rtol=1e-5)
+    history = tab.ask("history", run="run", kind="gradient", path="layers.2").json["stats"]["gain"]
+    np.testing.assert_allclose(history, rms[:, 1] / rms[:, 2], rtol=1e-5)
+    refused = tab.ask("matrix", run="run", kind="activation", stat="gain")
+    assert refused.status == 400
+    assert "only gradients" in refused.text
+
+
+def test_the_samples_of_the_nearest_step_are_sent(tmp_path: Path) -> None:
+    samples = Samples((Sample("a", math.inf, "web"), Sample(7, 2.0, "web")), {"web": Group(2.5, 4)}, 4)
+    write(tmp_path / "run", make_frame(0), replace(make_frame(10), samples=samples), make_frame(20))
+    write(tmp_path / "without", make_frame(0))
+    tab = Tab(tmp_path)
+    answer = tab.ask("samples", run="run", step=18).json
+    worst = [["a", "inf", "web", None], [7, 2.0, "web", None]]
+    assert answer == {"step": 10, "worst": worst, "groups": {"web": [2.5, 4]}, "total": 4}
+    assert tab.ask("samples", run="without", step=0).json == {"step": None}

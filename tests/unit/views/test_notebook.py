@@ -613,6 +613,21 @@ def test_a_grid_is_what_the_series_say_for_every_stat() -> None:
     assert history_view.grid_of(history, "norm", "gradient").names == ("fc", "relu", "deep"), "in forward order"
 
 
+def test_the_grid_of_the_gain_is_the_ratio_of_successive_modules() -> None:
+    history = History()
+    data = {Site(f"layers.{i}", "gradient"): RNG.normal(size=30) * 2.0**-i for i in (2, 1, 0)}
+    history.append(make_frame(0, data))
+    rms = {site.name: np.sqrt(np.square(array).mean()) for site, array in data.items()}
+    grid = history_view.grid_of(history, "gain", "gradient")
+    found = dict(zip(grid.names, grid.values[:, 0], strict=True))
+    assert found["layers.1"] == pytest.approx(rms["layers.0"] / rms["layers.1"])
+    assert found["layers.2"] == pytest.approx(rms["layers.1"] / rms["layers.2"])
+    assert grid.undefined[grid.names.index("layers.0"), 0], "the first has no module before it"
+    assert not grid.wrong.any()
+    with pytest.raises(tbhooks.ArgumentError, match="only the kind 'gradient' has a gain"):
+        history_view.grid_of(a_history(), "gain", "activation")
+
+
 def test_a_grid_that_cannot_be_is_refused_with_the_nearest_name() -> None:
     for stat, kind, message in (
         ("sdt", "gradient", "'std'"),
