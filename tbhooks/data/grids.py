@@ -5,6 +5,7 @@ Reports, comparisons of runs and notebook views all show these, so that they agr
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 
 from tbhooks.data import stats
 from tbhooks.data.frame import ALL_KINDS, EVALUATION, Frame
-from tbhooks.data.roles import GAIN, gains
+from tbhooks.data.roles import GAIN, gains, roles
 from tbhooks.data.stats import INFS, NANS, Counts, Floats
 
 MAIN_STATS: Mapping[str, tuple[str, ...]] = {
@@ -76,6 +77,22 @@ class Grid:
     @cached_property
     def _rows(self) -> dict[str, int]:
         return {name: i for i, name in enumerate(self.names)}
+
+    def by_role(self) -> Grid:
+        """One row per role with the median of its modules, NaN left out; `bad` adds up."""
+        found = roles(self.names)
+        finite = np.where(np.isfinite(self.values), self.values, np.nan)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # of a median without any number
+            medians = [np.nanmedian(finite[list(role.members)], axis=0) for role in found]
+        sizes = {role.name: len(role.members) for role in found}
+        return replace(
+            self,
+            names=tuple(name if size == 1 else f"{name} ({size})" for name, size in sizes.items()),
+            values=np.array(medians).reshape(len(found), -1),
+            bad=np.array([self.bad[list(role.members)].sum(axis=0) for role in found]).reshape(len(found), -1),
+            seen=np.array([self.seen[list(role.members)].any(axis=0) for role in found]).reshape(len(found), -1),
+        )
 
     def thinned(self, most: int) -> Grid:
         """The grid with at most this many columns. Each has the value furthest from zero of the steps it stands for."""

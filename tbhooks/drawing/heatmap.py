@@ -44,6 +44,23 @@ class Scale:
     low: float
     high: float
     logarithmic: bool
+    beyond: int = 0
+    """How many values are outside of the ends, and have the colour of the nearer one."""
+
+    @classmethod
+    def robust(cls, values: Floats) -> Scale:
+        """The scale of all but the lowest and highest hundredth, if those would take more than half of the colours."""
+        whole, known = cls.of(values), values[np.isfinite(values)]
+        inner = known[known > 0] if whole.logarithmic else known
+        if not len(inner):
+            return whole
+        low, high = np.quantile(inner, [0.01, 0.99])
+        ends = np.array([whole.low, low, high, whole.high])
+        with np.errstate(divide="ignore"):
+            ends = np.log(ends) if whole.logarithmic else ends
+        if not 0 < ends[2] - ends[1] < 0.5 * (ends[3] - ends[0]):
+            return whole
+        return cls(float(low), float(high), whole.logarithmic, int(((known < low) | (known > high)).sum()))
 
     @classmethod
     def of(cls, values: Floats) -> Scale:
@@ -57,7 +74,8 @@ class Scale:
 
     @property
     def words(self) -> str:
-        return f"{number(self.low)} to {number(self.high)}" + (", logarithmic" if self.logarithmic else "")
+        beyond = f", {self.beyond} beyond" if self.beyond else ""
+        return f"{number(self.low)} to {number(self.high)}" + (", logarithmic" if self.logarithmic else "") + beyond
 
     def levels(self, values: Floats) -> Bytes:
         """The palette index of each value. Infinities, and zeros on a logarithmic scale, are clipped to the ends."""
@@ -145,6 +163,7 @@ def legend(scale: Scale, *, wrong: bool) -> str:
     colour = "#{:02x}{:02x}{:02x}".format(*NOT_FINITE)
     marks = f' <span class="swatch" style="background:{colour}"></span> NaN or infinite inside' if wrong else ""
     by = " (logarithmic)" if scale.logarithmic else ""
+    by += f"; {scale.beyond} cells beyond these ends have their colours" if scale.beyond else ""
     return (
         f'<p class="legend">{number(scale.low)} <img class="ramp" alt="to" src="{bar}"> {number(scale.high)}{by}'
         f"{marks}</p>"

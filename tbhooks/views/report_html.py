@@ -10,21 +10,24 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from tbhooks.data.frame import Frame, Site
+from tbhooks.data.findings import Issue
+from tbhooks.data.frame import Finding, Frame, Site
 from tbhooks.data.stats import LOWER, MIDDLE, Counts
 from tbhooks.drawing.curves import curve
 from tbhooks.drawing.heatmap import Scale, legend, picture, svg
 from tbhooks.drawing.text import bucket_label, printable
 from tbhooks.runs import Run
 from tbhooks.runs.report_data import Grid, by_severity, own_scalars, run_grids
+from tbhooks.runs.verdict import Link
 from tbhooks.views.notebook import findings, html
-from tbhooks.views.notebook.history import heat_map, logged_steps, nonfinite_note, scalar_table
+from tbhooks.views.notebook.history import OPEN_MAPS, heat_map, logged_steps, nonfinite_note, scalar_table
 from tbhooks.views.report_text import sampled_note
 
 MOST_COLUMNS, SCALAR_TREND = 200, 40
 MOST_HISTOGRAMS, MOST_HISTOGRAM_STEPS = 150, 60
 HISTOGRAM_ROW = 5
 MOST_CURVES = 6
+MOST_ROWS = 60
 _DRAWN = ("loss", "train.lr", "train.grad_norm")
 # The logarithmic axis of a histogram shows twelve octaves; values closer to zero than that share one row.
 HALF_OCTAVES_SHOWN = 24
@@ -56,10 +59,10 @@ def page(run: Run) -> str:
         _sampled(run),
         _curves(run),
         _findings(run),
+        _heat_maps(run_grids(run)),
         _flights(run),
         _problems(run),
         _scalars(run),
-        _heat_maps(run_grids(run)),
         _histograms(run),
         "</body></html>",
     ]
@@ -69,7 +72,7 @@ def page(run: Run) -> str:
 def _summary(run: Run) -> str:
     steps = logged_steps([frame.step for frame in run.training], len(run.evaluations))
     sites = len({site for sites in {id(f.sites): f.sites for f in run.frames}.values() for site in sites})
-    links = [("findings", "Findings"), ("scalars", "Scalars"), ("heat-maps", "Heat maps"), ("histograms", "Histograms")]
+    links = [("findings", "Findings"), ("heat-maps", "Heat maps"), ("scalars", "Scalars"), ("histograms", "Histograms")]
     nav = " ".join(f'<a href="#{anchor}">{name}</a>' for anchor, name in links)
     found = findings.counted(run.findings)
     return f"<p>{steps}; {html.plural(sites, 'tensor')} watched; {found}.</p><nav>{nav}</nav>"
@@ -81,22 +84,20 @@ def _sampled(run: Run) -> str:
 
 
 def _verdict(run: Run) -> str:
-    """One sentence about the run, and the chain of each cause with onset, peak, last step and count of its issues."""
-    if not run.frames:
-        return ""
-    verdict = run.verdict
-    chains = [
-        " → ".join(f"{link.what} (step {link.step})" for link in chain)
-        + "".join(
-            f"; {issue.rule}: since step {issue.onset}, worst at {issue.peak.step}, last at {issue.last.step}, "
-            f"{html.plural(issue.count, 'logged step')}"
-            for issue in cause.issues
-        )
-        for cause, chain in zip(verdict.causes, verdict.chains, strict=True)
-        if cause.severity != "info"
-    ]
-    listed = html.bullets(chains) if chains else ""
-    return f'<p class="verdict" id="verdict"><b>{html.escape(verdict.sentence)}</b></p>{listed}'
+    """One sentence about the run."""
+    return f'<p class="verdict" id="verdict"><b>{html.escape(run.verdict.sentence)}</b></p>' if run.frames else ""
+
+
+def _chain(chain: Sequence[Link]) -> str:
+    return html.escape(" → ".join(f"{link.what} (step {link.step})" for link in chain))
+
+
+def _course(issue: Issue) -> str:
+    """Onset, peak, last step and count of an issue."""
+    return html.paragraph(
+        f"{issue.rule}: since step {issue.onset}, worst at {issue.peak.step}, last at {issue.last.step}, "
+        f"{html.plural(issue.count, 'logged step')}"
+    )
 
 
 def _curves(run: Run) -> str:
@@ -113,13 +114,31 @@ def _curves(run: Run) -> str:
 
 
 def _findings(run: Run) -> str:
-    """Errors and warnings, and notes folded."""
-    found = list(enumerate(by_severity(run), start=1))
-    urgent = [findings.block(finding, f"finding-{i}") for i, finding in found if finding.severity != "info"]
-    notes = [findings.block(finding, f"finding-{i}") for i, finding in found if finding.severity == "info"]
+    """Errors and warnings by cause, the first of each issue open; and notes folded."""
+    anchors = {_key(finding): f"finding-{i}" for i, finding in enumerate(by_severity(run), start=1)}
+    verdict = run.verdict
+    urgent, notes = [], []
+    for cause, chain in zip(verdict.causes, verdict.chains, strict=True):
+        blocks = [
+            findings.block(finding, anchors.pop(_key(finding)))
+            + (_course(issue) if finding is issue.findings[0] else "")
+            for issue in cause.issues
+            for finding in issue.findings
+            if _key(finding) in anchors
+        ]
+        if cause.severity == "info":
+            notes += blocks
+        else:
+            more = html.details(f"{len(blocks) - 1} more of this cause", "".join(blocks[1:])) if blocks[1:] else ""
+            urgent.append(f"<h3>{_chain(chain)}</h3>{''.join(blocks[:1])}{more}")
     folded = html.details(html.plural(len(notes), "note"), "".join(notes)) if notes else ""
     none = html.paragraph(f"{findings.NONE_FOUND.capitalize()}.", css="")
     return '<h2 id="findings">Findings</h2>' + ("".join(urgent) + folded or none)
+
+
+def _key(finding: Finding) -> tuple[str, Site | None]:
+    """Findings of one rule at one site are one entry of `Run.findings`."""
+    return finding.rule, finding.site
 
 
 def _flights(run: Run) -> str:
@@ -135,17 +154,26 @@ def _problems(run: Run) -> str:
 def _scalars(run: Run) -> str:
     scalars = {tag: (series.steps.tolist(), series.values) for tag, series in own_scalars(run).items()}
     table = scalar_table(scalars, SCALAR_TREND) if scalars else "<p>No scalar was logged.</p>"
-    return f'<h2 id="scalars">Scalars</h2>{table}'
+    return f'<h2 id="scalars">Scalars</h2>{html.details(html.plural(len(scalars), "scalar"), table)}'
 
 
 def _heat_maps(grids: Sequence[Grid]) -> str:
-    explained = html.paragraph("One row per layer, in execution order; one column per logged step.")
-    maps = "".join(
-        f'<h3 id="{_ANCHOR.sub("-", f"{grid.kind}-{grid.stat}")}">{html.escape(grid.title)}</h3>'
-        + heat_map(grid, MOST_COLUMNS, [nonfinite_note(grid)], has_details=True)
-        for grid in grids
+    explained = html.paragraph(
+        "One row per layer, in execution order; one column per logged step. Of a model with many layers a row is a "
+        "role: the median of all layers with the same path but for numbers."
     )
+    maps = "".join(map(_heat_map, grids))
     return f'<h2 id="heat-maps">Heat maps</h2>{explained}' + (maps or "<p>No tbhooks data found.</p>")
+
+
+def _heat_map(grid: Grid) -> str:
+    """The map of a statistic: by role if there are many layers, with all of them folded."""
+    title = f'<span id="{_ANCHOR.sub("-", f"{grid.kind}-{grid.stat}")}"></span>'
+    whole = heat_map(grid, MOST_COLUMNS, [nonfinite_note(grid)], has_details=True)
+    if len(grid.names) > MOST_ROWS:
+        by_role = heat_map(grid.by_role(), MOST_COLUMNS, [nonfinite_note(grid)], has_details=True)
+        whole = by_role + html.details(f"all {len(grid.names)} layers", whole)
+    return title + html.details(grid.title, whole, is_open=(grid.kind, grid.stat) in OPEN_MAPS)
 
 
 # --- Histograms ---------------------------------------------------------------------------------------

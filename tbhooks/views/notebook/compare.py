@@ -1,7 +1,8 @@
 """Two frames side by side: what changed and by how much, the largest change first.
 
 Changes are measured so that they can be ranked: factors in octaves (1 is twice or half), shifts in standard
-deviations, zeros as a fraction. NaN or infinity in only one of the two ranks before everything else.
+deviations, zeros as a fraction. NaN or infinity in only one of the two ranks before everything else, and tensors that
+are negligible in both come after the others.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from tbhooks.views.notebook import histogram, html
 MOST_OCTAVES = 32.0
 # A std below this fraction of the rms counts as this fraction: the weights of a norm layer are nearly constant.
 NEARLY_CONSTANT = 0.05
+NEGLIGIBLE = 1e-3
 MATCH_WITHIN = math.log2(1.01)
 NOT_FINITE = "NaN/Inf"
 MOST_ROWS, MOST_FOLDED, MOST_TEXT_ROWS, MOST_NAMED = 40, 200, 20, 6
@@ -104,10 +106,30 @@ def compare(first: Frame, second: Frame) -> FrameComparison:
             pairs = {stat: (columns[0][stat][i], columns[1][stat][rows[key]]) for stat in _MEASURED}
             changes.append(_change(one[key], two[key], pairs))
     return FrameComparison(
-        (first, second), sorted(changes, key=lambda change: -change.amount),
+        (first, second), _ranked(changes),
         tuple(site for site in one.sites if (site.name, site.kind) not in two),
         tuple(site for site in two.sites if (site.name, site.kind) not in one),
     )  # fmt: skip
+
+
+def _ranked(changes: list[Change]) -> list[Change]:
+    """The largest effect first: by amount, and by less where the tensor is negligible in both frames.
+
+    A tensor is negligible if its rms is below a thousandth of what is usual in its kind, such as a gradient of 1e-13.
+    """
+    sizes = [max(_zero_if_nan(change.first.rms), _zero_if_nan(change.second.rms)) for change in changes]
+    by_kind: dict[str, list[float]] = {}
+    for change, size in zip(changes, sizes, strict=True):
+        by_kind.setdefault(change.site.kind, []).extend([size] if size > 0 else [])
+    floors = {kind: NEGLIGIBLE * float(np.median(of_kind)) for kind, of_kind in by_kind.items() if of_kind}
+    effects = [
+        change.amount * min(1.0, size / floors[change.site.kind])
+        if size > 0 and change.amount < math.inf
+        else change.amount
+        for change, size in zip(changes, sizes, strict=True)
+    ]
+    order = sorted(range(len(changes)), key=lambda i: (changes[i].agrees, -effects[i]))
+    return [changes[i] for i in order]
 
 
 # --- Measuring changes ------------------------------------------------------------------------------------

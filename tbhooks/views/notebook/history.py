@@ -120,7 +120,7 @@ def heat_map(grid: Grid, most_columns: int, notes: Collection[str] = (), *, has_
         notes = [*notes, columns]
     if grid.undefined.any():
         notes = [*notes, f"Blank where there is {NO_REFERENCE}: the weight was zero before the update."]
-    scale = Scale.of(np.where(thin.wrong, np.nan, thin.values))
+    scale = Scale.robust(np.where(thin.wrong, np.nan, thin.values))
     names, _ = shorten_all([printable(name) for name in grid.names], html.LONGEST_NAME)
     tooltips = [f"{name}: {_range_of(grid, i)}" for i, name in enumerate(names)] if has_details else ()
     image = svg(printable(f"{grid.title}, {scale.words}"), picture(thin.values, thin.wrong, scale), names, tooltips,

@@ -525,6 +525,16 @@ def test_changes_are_sorted_and_the_norm_of_more_samples_is_none() -> None:
     assert found.changes[1].agrees
 
 
+def test_a_negligible_gradient_that_changed_much_comes_after_an_ordinary_one_that_changed_less() -> None:
+    sites = {name: Site(name, "gradient") for name in ("a", "b", "c", "tiny")}
+    first = {site: NORMAL * (1e-13 if name == "tiny" else 1.0) for name, site in sites.items()}
+    second = first | {sites["b"]: 2 * NORMAL, sites["tiny"]: 50 * 1e-13 * NORMAL}
+    found = both(first, second)
+    assert [change.site.path for change in found.changes][:2] == ["b", "tiny"]
+    assert found.changes[1].amount > found.changes[0].amount
+    assert "largest change: gradient of b" in found.headline
+
+
 def test_a_layer_that_died_or_woke_up_is_among_the_most_changed() -> None:
     found = both({A: NORMAL, B: np.zeros(50)}, {A: 9 * NORMAL, B: NORMAL[:50]})
     assert found.changes[0].site == B

@@ -124,7 +124,7 @@ def test_the_page_tells_findings_scalars_maps_and_histograms_in_words() -> None:
     assert {"finding-1", "activation-std", "histograms"} <= anchors
     assert f"{given[-1]['a', 'activation'].std:.3g}" in read.text
     unfolded = [i for i, (tag, attrs) in enumerate(read.tags) if tag == "details" and "open" in attrs]
-    assert len(unfolded) == 1
+    assert len(unfolded) == 2, "the map of activations, and the histogram of the tensor with a finding"
     assert "prefers-color-scheme:dark" in text
 
 
@@ -306,3 +306,38 @@ def test_a_page_begins_with_the_verdict_and_curves_and_folds_notes() -> None:
     order = [made.index(part) for part in ('id="verdict"', "<polyline", "<b>error</b>", "1 note<", 'id="heat-maps"')]
     assert order == sorted(order)
     assert "since step 1, worst at 2, last at 2, 1 logged step" in checked(made).text
+
+
+def test_findings_are_grouped_by_cause_and_what_followed_is_folded() -> None:
+    first = Finding(1, None, "loss_spike", "warning", "The loss jumped", {})
+    then = Finding(2, Site("x", "activation"), "non_finite", "error", "NaN in x", {})
+    other = Finding(3, Site("y", "activation"), "dead_units", "warning", "Dead units in y", {"since": 0})
+    data = {Site("x", "activation"): [1.0, -1.0], Site("y", "activation"): [1.0]}
+    found = {1: [first], 2: [then], 3: [other]}
+    made = report_html.page(run_of(*(make_frame(s, data, findings=found.get(s, ())) for s in range(5))))
+    text = checked(made).text
+    assert "loss spike (step 1) \u2192 NaN or infinity" in text
+    folded = made[made.index("The loss jumped") : made.index("NaN in x")]
+    assert "1 more of this cause" in folded
+    assert made.count("<h3>") == 2, "two causes"
+
+
+def test_many_layers_are_shown_by_role_with_all_of_them_folded() -> None:
+    data = {Site(f"layers.{i}.{part}", "activation"): [0.0, 2.0 * (i + 1)] for i in range(41) for part in ("q", "k")}
+    made = report_html.page(run_of(make_frame(0, data), make_frame(1, data)))
+    text = checked(made).text
+    assert "layers.*.q (41)" in text
+    assert "all 82 layers" in text
+    (std, *_) = report_data.run_grids(run_of(make_frame(0, data)))
+    assert std.by_role().names == ("layers.*.q (41)", "layers.*.k (41)")
+    assert std.by_role().values.tolist() == [[21.0], [21.0]], "the median"
+
+
+def test_one_outlier_does_not_take_all_colours() -> None:
+    values = np.concatenate([np.linspace(1.0, 2.0, 999), [1e6]]).reshape(10, 100)
+    scale = Scale.robust(values)
+    assert scale.low == pytest.approx(np.quantile(values, 0.01))
+    assert scale.high == pytest.approx(np.quantile(values, 0.99))
+    assert scale.beyond == 20
+    assert "20 cells beyond" in heatmap.legend(scale, wrong=False)
+    assert Scale.robust(np.linspace(1.0, 2.0, 1000)) == Scale.of(np.linspace(1.0, 2.0, 1000))

@@ -33,7 +33,7 @@ function ridgeKeys(cells) {
 function histogramNote({ distribution }, chosen) {
   const { histogram_step: step } = distribution.value;
   if (step === chosen) return null;
-  if (step === null || step === undefined) return "no histogram is stored for it; its stats and their history are";
+  if (step === null || step === undefined) return "no histogram is stored for it";
   return `histogram of step ${step}, the nearest logged one with a histogram; you chose ${chosen}`;
 }
 
@@ -127,6 +127,7 @@ export function createDistributionPart(rerender, onPickStep, first = "linear") {
     over.set(choices, options.over);
     over.element.hidden = choices.length < 2;
     const known = withValue(cells, "distribution");
+    section.visible(!view.kind.startsWith("element.")); // a metric is one number
     section.problems(problemsOf(cells, "distribution"));
     const stored = known.map(({ site, distribution, history }) => seriesOf(site, distribution.value, history.value)).filter(Boolean);
     const own = scrubbed !== null && ridges ? [ridgeSeries(ridges, scrubbed, cells[0].site.name, cells[0].site.colour)] : stored;
