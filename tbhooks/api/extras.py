@@ -70,7 +70,8 @@ class Extras:
 
     def summary(self) -> Summary:
         if self._summary is None:
-            self._summary = SummaryCollector(self._model, self._session.observer.collectors, self._report)
+            observer = self._session.observer
+            self._summary = SummaryCollector(self._model, observer.collectors, observer.placement.hooks, self._report)
             self._collect(self._summary)
         return Summary(self._summary)
 

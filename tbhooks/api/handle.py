@@ -173,8 +173,8 @@ class Watch:
     def summary(self) -> Summary:
         """Returns the layers of the model as a table: class, output shape, dtype, parameters. Print it, or show it.
 
-        Output shapes are those of the next logged pass, and empty before it. That pass also writes the table to
-        TensorBoard's TEXT tab.
+        Output shapes are those of the first logged pass, and empty before it. The next logged pass also writes the
+        table to TensorBoard's TEXT tab.
         """
         return self._extras.summary()
 

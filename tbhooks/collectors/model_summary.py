@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from tbhooks.capture import selection
 from tbhooks.capture.hooks.collectors import Collectors, guarded
+from tbhooks.capture.hooks.hook_types import ForwardHook
 from tbhooks.capture.recording.packed_step import Read
 from tbhooks.capture.recording.recorder import Recorder
 from tbhooks.collectors.graph.describe import is_called, shape_of, type_of
@@ -32,18 +33,36 @@ class _Outputs:
     calls: dict[str, int] = field(default_factory=dict)
     nbytes: int = 0
 
+    @property
+    def first_size(self) -> int:
+        """The number of samples, as far as the first output says it."""
+        shape = next(iter(self.shapes.values()), ())
+        return shape[0] if shape else 0
+
+
+def _outputs_of(hook: ForwardHook) -> _Outputs:
+    """What a hook has read of its module when it was first called in a logged step."""
+    made = _Outputs()
+    for index, (shape, dtype) in hook.outputs.items():
+        made.shapes[index], made.types[index], made.calls[index] = tuple(shape), str(dtype).removeprefix("torch."), 1
+        made.nbytes += shape.numel() * dtype.itemsize
+    return made
+
 
 class SummaryCollector:
     """Describes the layers, and adds their outputs once."""
 
-    def __init__(self, model: weakref.ref[nn.Module], collectors: Collectors, report: Report) -> None:
+    def __init__(
+        self, model: weakref.ref[nn.Module], collectors: Collectors, hooks: Mapping[str, ForwardHook], report: Report
+    ) -> None:
         self._model = model
         self._collectors = collectors
         self._report = report
-        self._outputs: dict[str, _Outputs] = {}
-        self._samples = 0
+        self._outputs = {path: _outputs_of(hook) for path, hook in hooks.items() if hook.outputs}
+        self._samples = next((one.first_size for one in self._outputs.values()), 0)
         self._is_complete = self._is_done = False
-        self.layers = self._layers()
+        self.layers = self._layers()  # with the outputs that hooks have read before
+        self.forget()
 
     def wants(self, path: str, module: nn.Module) -> bool:
         return not self._is_done

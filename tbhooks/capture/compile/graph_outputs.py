@@ -84,6 +84,7 @@ class GraphReader:
             self._outputs.collect(hook.path, kind, index, tensor, forward)
         if kind != "activation":
             return
+        hook.note_output(index, tensor)
         (forward.paths if is_provisional else context.called).add(hook.path)
         if hook.has_units and not is_provisional:
             step.dead_units.add(f"activation/{hook.path}{index}", tensor, forward)

@@ -72,6 +72,7 @@ class ForwardHook(UnpicklableHook):
         "hook_id",
         "module",
         "observer",
+        "outputs",
         "path",
         "reads_gradients",
         "reads_inputs",
@@ -88,6 +89,8 @@ class ForwardHook(UnpicklableHook):
         self.gate = observer.gate
         self.hook_id = dynamo.NO_HOOK_ID
         self.sites: dict[str, tuple[int, int]] = {}
+        self.outputs: dict[str, tuple[torch.Size, torch.dtype]] = {}
+        """Shape and dtype of each output when it was first read, by its index."""
         self.reads_outputs = chosen and "activation" in wanted
         self.reads_gradients = chosen and "gradient" in wanted
         self.reads_inputs = chosen and "input" in wanted
@@ -102,6 +105,11 @@ class ForwardHook(UnpicklableHook):
         self.ends_backward = path == ROOT
         self.broken = False
         """Whether it has failed in this logged step, and no longer reads in it."""
+
+    def note_output(self, index: str, tensor: Tensor) -> None:
+        """Keeps the shape and dtype of an output, once."""
+        if index not in self.outputs and not tensor.is_nested:  # a nested tensor has no shape
+            self.outputs[index] = tensor.shape, tensor.dtype
 
     def assign_hook_id(self) -> None:
         """To be called once anything is compiled: an id is a tensor, too expensive to make for each module of every

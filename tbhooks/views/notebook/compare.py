@@ -122,12 +122,10 @@ def _ranked(changes: list[Change]) -> list[Change]:
     for change, size in zip(changes, sizes, strict=True):
         by_kind.setdefault(change.site.kind, []).extend([size] if size > 0 else [])
     floors = {kind: NEGLIGIBLE * float(np.median(of_kind)) for kind, of_kind in by_kind.items() if of_kind}
-    effects = [
-        change.amount * min(1.0, size / floors[change.site.kind])
-        if size > 0 and change.amount < math.inf
-        else change.amount
-        for change, size in zip(changes, sizes, strict=True)
-    ]
+    effects = [change.amount for change in changes]
+    for i, (change, size) in enumerate(zip(changes, sizes, strict=True)):
+        if size > 0 and change.amount < math.inf:
+            effects[i] *= min(1.0, size / floors[change.site.kind])
     order = sorted(range(len(changes)), key=lambda i: (changes[i].agrees, -effects[i]))
     return [changes[i] for i in order]
 

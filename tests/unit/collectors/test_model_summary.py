@@ -84,6 +84,21 @@ def test_a_pass_fills_in_what_layers_put_out_in_the_order_they_ran() -> None:
     assert reported.tag == "tbhooks/summary"
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_after_training_it_has_the_outputs_without_another_pass(compiled: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    called = torch.compile(model, backend="aot_eager") if compiled else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    w = tbhooks.watch(model, every=2)
+    for _ in range(3):
+        called(torch.ones(5, 4)).sum().backward()
+        optimizer.step()
+    shown = str(w.summary())
+    w.close()
+    for shape in ("5x8", "5x2"):
+        assert shape in shown, shown
+
+
 def test_it_prints_as_a_table() -> None:
     _, view, _ = train(Model(), torch.ones(5, 1, 4, 4))
     assert str(view).splitlines() == [
