@@ -150,7 +150,7 @@ class History:
 
     def __repr__(self) -> str:
         steps = f", steps {self._frames[0].step} to {self._frames[-1].step}" if self._frames else ""
-        return f"History({len(self)} frames{steps})"
+        return f"History({len(self)} logged steps{steps})"
 
 
 def _without_buckets(frame: Frame) -> Frame:

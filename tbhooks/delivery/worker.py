@@ -248,7 +248,7 @@ class Worker:
         try:
             frames = step.frames()
         except CAUGHT as problem:
-            self._report.error("making a frame", problem)
+            self._report.error("making a logged step", problem)
             self._report.drop("its numbers could not be read")
             return
         for frame in frames:

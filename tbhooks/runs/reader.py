@@ -266,7 +266,7 @@ class RunReader:
 
     def read_frames(self, path: Path) -> None:
         if not starts_with_frame(path):
-            self.report(f"{path.name}: not a file of frames, skipped")
+            self.report(f"{path.name}: not a file of logged steps, skipped")
             return
         try:
             for frame in jsonl.read(path):

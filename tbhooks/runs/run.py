@@ -85,7 +85,7 @@ class Run:
         return sorted({f.step for f in self.frames}.union(*(s.steps.tolist() for s in self.scalars.values())))
 
     def __repr__(self) -> str:
-        contents = f"{len(self.frames)} frames, {len(self.scalars)} scalars, {len(self.findings)} findings"
+        contents = f"{len(self.frames)} logged steps, {len(self.scalars)} scalars, {len(self.findings)} findings"
         return f"Run({str(self.directory)!r}, {contents}, {len(self.problems)} problems)"
 
 
@@ -225,7 +225,7 @@ def _empty(where: Path) -> str:
         return f"no run in {str(where)!r} itself, but below it: {_listed(below)}"
     names = sorted(path.name for path in where.iterdir())
     holds = f"it holds {_listed(list(map(repr, names)))}" if names else "it is empty"
-    return f"no run in {str(where)!r}: no file named {EVENT_FILES}, no frames in a {FRAME_FILES}; {holds}"
+    return f"no run in {str(where)!r}: no file named {EVENT_FILES}, no logged steps in a {FRAME_FILES}; {holds}"
 
 
 def _listed(items: list[Path] | list[str]) -> str:

@@ -73,8 +73,8 @@ class JsonlSink:
             reopened = self._open()
         except OSError as problem:
             raise FileNotFoundError(
-                f"{self._path} was deleted with its directory while it was being written: frames are lost until the "
-                "directory exists again"
+                f"{self._path} was deleted with its directory while it was being written: logged steps are lost until "
+                "the directory exists again"
             ) from problem
         self._file.close()
         self._file, self._is_torn = reopened, False
@@ -104,11 +104,11 @@ def read(path: str | Path) -> Iterator[Frame]:
             except ValueError as problem:
                 if _is_cut_frame(line):
                     continue
-                raise TbhooksError(f"{path}, line {number}, is not a tbhooks frame: {problem!r}") from problem
+                raise TbhooksError(f"{path}, line {number}, is not a logged step of tbhooks: {problem!r}") from problem
             try:
                 yield Frame.from_dict(_numbers(data))
             except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as problem:
-                raise TbhooksError(f"{path}, line {number}, is not a tbhooks frame: {problem!r}") from problem
+                raise TbhooksError(f"{path}, line {number}, is not a logged step of tbhooks: {problem!r}") from problem
 
 
 def _is_cut_frame(line: bytes) -> bool:

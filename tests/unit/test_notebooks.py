@@ -27,7 +27,7 @@ SHOWS = {
         ", ended\n",
         "digits it was not trained on: 9",
         "no issues found",
-        "History(36 frames, steps 0 to 140)",
+        "History(36 logged steps, steps 0 to 140)",
         "zero_fraction",  # of pandas
         "0 of 40 tensors match within 1%",
     ),

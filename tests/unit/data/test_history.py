@@ -201,5 +201,5 @@ def test_reading_while_frames_arrive_is_safe() -> None:
 
 
 def test_a_history_tells_what_it_spans() -> None:
-    assert repr(History()) == "History(0 frames)"
-    assert repr(filled(3)) == "History(3 frames, steps 0 to 2)"
+    assert repr(History()) == "History(0 logged steps)"
+    assert repr(filled(3)) == "History(3 logged steps, steps 0 to 2)"

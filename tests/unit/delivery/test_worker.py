@@ -396,7 +396,7 @@ def test_a_step_that_cannot_be_read_is_dropped_counted_and_survived(
     worker.close()
     assert steps(sink) == [0, 2]
     assert (report.errors, report.dropped) == (1, 1)
-    assert "making a frame: RuntimeError: device gone" in report.messages
+    assert "making a logged step: RuntimeError: device gone" in report.messages
 
 
 # --- Flush and close --------------------------------------------------------------------------------
