@@ -52,6 +52,13 @@ class HasDestination(Protocol):
         """Makes the sink call `flush` before its destination is closed."""
 
 
+@runtime_checkable
+class KeepsOutcome(Protocol):
+    """A sink that writes how the run ended when it is closed: "finished" or "failed"."""
+
+    outcome: str
+
+
 class Lifecycle:
     """Starts and closes the parts of one watch: capture, the background thread, the sinks, the group of ranks."""
 
@@ -158,6 +165,9 @@ class Lifecycle:
     def _end(self, *, failed: bool) -> None:
         while self._at_end:
             self._at_end.pop()(failed)
+        for sink in (*self.sinks, *self._evaluation_sinks):
+            if isinstance(sink, KeepsOutcome):
+                sink.outcome = "failed" if failed else "finished"
         self.is_active = False
 
     # Waiting for the background thread.

@@ -19,7 +19,7 @@ from tbhooks.data.frame import ALL_KINDS, CHANNEL, EVALUATION, METRIC, Site
 from tbhooks.data.roles import GAIN, predecessors
 from tbhooks.data.stats import QUANTILES, STATS
 from tbhooks.runs.stored_frames import Layout
-from tbhooks.sinks.tensorboard import PLUGIN
+from tbhooks.sinks.tensorboard import OUTCOME_TAG, PLUGIN
 from tbhooks.sinks.tensorboard.findings import DATA_TAG
 from tbhooks.sinks.tensorboard.samples import DATA_TAG as SAMPLES_TAG
 
@@ -143,6 +143,12 @@ class RunIndex:
     kinds: Mapping[str, Kind] = field(default_factory=dict)
     findings: Tag | None = None
     samples: Tag | None = None
+    outcome: Tag | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the watch was closed, and nothing was written after that."""
+        return self.outcome is not None and self.outcome.last_time >= self.last_time
 
     @property
     def _tags(self) -> list[Tag]:
@@ -167,11 +173,11 @@ def read(listing: Mapping[str, Mapping[str, Any]]) -> dict[str, RunIndex]:
 def _run(name: str, series: Mapping[str, Any]) -> RunIndex:
     # TensorBoard lists a tag shortly before its first value is available.
     filled = {tag: one for tag, one in series.items() if one.max_step is not None and one.max_wall_time is not None}
-    findings, samples = (
+    single = [
         Tag(tag, filled[tag].max_step, filled[tag].max_wall_time) if tag in filled else None
-        for tag in (DATA_TAG, SAMPLES_TAG)
-    )
-    return RunIndex(name, _kinds(filled), findings, samples)
+        for tag in (DATA_TAG, SAMPLES_TAG, OUTCOME_TAG)
+    ]
+    return RunIndex(name, _kinds(filled), *single)
 
 
 def _kinds(series: Mapping[str, Any]) -> dict[str, Kind]:

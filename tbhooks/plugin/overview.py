@@ -37,10 +37,15 @@ def _entry(issue: Issue) -> dict[str, Any]:
     return issue.to_dict() | {"site": _site(issue.site)}
 
 
-def run_state(run: RunIndex, stored: Sequence[Finding]) -> str:
-    """How a run ended if no more steps arrive: "failed" if its last step is not finite or diverging, else "ended"."""
+def run_state(run: RunIndex, stored: Sequence[Finding], outcome: str = "") -> str:
+    """How a run ended if no more steps arrive: "failed", "finished", or "ended" if its files do not say how.
+
+    It is also "failed" if its last step is not finite or diverging.
+    """
     lasting = [issue for issue in issues(stored) if issue.rule in _FATAL and issue.severity == "error"]
-    return "failed" if any(issue.last.step >= run.last_step for issue in lasting) else "ended"
+    if any(issue.last.step >= run.last_step for issue in lasting):
+        return "failed"
+    return outcome or "ended"
 
 
 def _site(site: Site | None) -> dict[str, str] | None:

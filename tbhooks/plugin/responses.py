@@ -64,7 +64,7 @@ def run_entry(run: RunIndex, state: str) -> dict[str, Any]:
     ]  # fmt: skip
     return {
         "name": run.name, "kinds": kinds, "last_step": run.last_step, "last_time": run.last_time,
-        "findings": None if run.findings is None else 1, "state": state,
+        "findings": None if run.findings is None else 1, "state": state, "has_ended": run.has_ended,
     }  # fmt: skip
 
 

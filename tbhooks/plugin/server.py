@@ -97,7 +97,8 @@ class Plugin(base_plugin.TBPlugin):  # type: ignore[misc]  # TensorBoard has no 
 
     def _state(self, request: DataRequest, run: RunIndex) -> str:
         try:
-            return overview.run_state(run, self._stored(request, run).findings())
+            stored = self._stored(request, run)
+            return overview.run_state(run, stored.findings(), stored.outcome())
         except UnavailableError:  # the list itself was there; the state can wait for the next one
             return overview.run_state(run, ())
 

@@ -24,6 +24,7 @@ from tbhooks.plugin.index import Kind, RunIndex, Tag
 from tbhooks.plugin.index import read as read_index
 from tbhooks.plugin.matrix import Matrix, quantile_matrix
 from tbhooks.plugin.provider import Reader, TagValue, list_tags
+from tbhooks.runs.reader import OUTCOMES
 from tbhooks.runs.stored_frames import PackedCounts, is_shape_of_rows
 from tbhooks.sinks.tensorboard import STORED_COLUMNS
 from tbhooks.sinks.tensorboard import findings as finding_codec
@@ -60,7 +61,7 @@ class StoredRun:
     def __init__(self, reader: Reader, cache: Cache, experiment: str, index: RunIndex) -> None:
         self._reader, self._cache = reader, cache
         self._key, self._findings = (experiment, index.name), index.findings
-        self._samples = index.samples
+        self._samples, self._outcome = index.samples, index.outcome if index.has_ended else None
 
     def rows(self, kind: Kind) -> Rows:
         if kind.metrics is not None and kind.metrics.elements:
@@ -81,6 +82,14 @@ class StoredRun:
         rows = self.rows(kind.metrics.stored)
         at = {stat: numbers[position] for stat, numbers in kind.metrics.numbers.items() if position in numbers}
         return {stat: replace(rows, columns=rows.columns[:, :, [i]], seen=rows.seen[:, [i]]) for stat, i in at.items()}
+
+    def outcome(self) -> str:
+        """How the run ended, "finished" or "failed"; empty if it goes on or was killed."""
+        if self._outcome is None:
+            return ""
+        values = self._reader.tag(self._outcome.name).values
+        content = _bytes(values[-1]) if values else None
+        return content.decode() if content in OUTCOMES else ""
 
     def samples(self, step: int) -> tuple[int, Samples] | None:
         """The samples of the logged step nearest to `step`, and that step; None if there are none."""

@@ -41,6 +41,7 @@ from tbhooks.runs.stored_frames import (
     rows_of,
 )
 from tbhooks.sinks import jsonl
+from tbhooks.sinks.tensorboard import OUTCOME_TAG
 from tbhooks.sinks.tensorboard import findings as finding_codec
 from tbhooks.sinks.tensorboard import flights as flight_codec
 from tbhooks.sinks.tensorboard import samples as sample_codec
@@ -56,6 +57,7 @@ _ENVIRONMENT_TAG = f"{ENVIRONMENT}/text_summary"
 
 FrameKey = tuple[int, bool]
 """The step, and whether the frame is an evaluation."""
+OUTCOMES = (b"finished", b"failed")
 
 
 @dataclass
@@ -126,6 +128,8 @@ class RunReader:
         self.problems: list[str] = []
         self.environment: dict[str, str] = {}
         """What `Watch.environment` wrote."""
+        self.outcome = ""
+        """How the run has ended, "finished" or "failed"; empty if nothing says so."""
         self._scalars = ScalarLog()
         self._steps: dict[FrameKey, _Step] = {}
         self._json_frames: dict[FrameKey, Frame] = {}
@@ -183,6 +187,7 @@ class RunReader:
         frame_kinds = [*frame.rows, *frame.counts] or kinds  # a finding may be about a site of another frame
         evaluation = any(kind.startswith(EVALUATION) for kind in frame_kinds)
         self._has_frames = True
+        self.outcome = ""  # training has gone on
         if frame.rows and self._begins(step, evaluation, frame):
             in_new_file = self._newest[evaluation].in_new_file
             self._since = begin if in_new_file else before
@@ -216,14 +221,7 @@ class RunReader:
         if value.tag == finding_codec.DATA_TAG:
             frame.findings = finding_codec.decode(b"".join(value.tensor.string_val[:1]))
             return [finding.site.kind for finding in frame.findings if finding.site is not None] or [""]
-        if value.tag == sample_codec.DATA_TAG:
-            frame.samples = sample_codec.decode(b"".join(value.tensor.string_val[:1]))
-            return []
-        if value.tag in (flight_codec.DATA_TAG, flight_codec.LEFT_OUT_TAG):
-            self._flights.add(value.tag, b"".join(value.tensor.string_val[:1]))
-            return []
-        if value.tag == _ENVIRONMENT_TAG:
-            self.environment = _table_of(b"".join(value.tensor.string_val[:1]))
+        if self._add_document(frame, value):
             return []
         return self._add_part(frame, value)
 
@@ -251,6 +249,21 @@ class RunReader:
             frame.rows[layout.kind] = layout, rows_of(value, layout)
             frame.scalars |= {SAMPLED + name: fraction for name, fraction in layout.sampled.items()}
         return [layout.kind]
+
+    def _add_document(self, frame: _Step, value: summary_pb2.Summary.Value) -> bool:
+        """Adds samples, dumps of the flight recorder, the environment and the outcome. Returns whether it is one."""
+        content = b"".join(value.tensor.string_val[:1])
+        if value.tag == sample_codec.DATA_TAG:
+            frame.samples = sample_codec.decode(content)
+        elif value.tag == _ENVIRONMENT_TAG:
+            self.environment = _table_of(content)
+        elif value.tag == OUTCOME_TAG:
+            self.outcome = content.decode() if content in OUTCOMES else ""
+        elif value.tag in (flight_codec.DATA_TAG, flight_codec.LEFT_OUT_TAG):
+            self._flights.add(value.tag, content)
+        else:
+            return False
+        return True
 
     def _begins(self, step: int, evaluation: bool, frame: _Step) -> bool:
         """Whether this frame starts another run."""

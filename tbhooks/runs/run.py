@@ -22,8 +22,8 @@ from tbhooks.runs.verdict import Verdict, verdict
 
 EVENT_FILES, FRAME_FILES = "*tfevents*", "*.jsonl"
 _PLUGIN_NAME = b"tbhooks"
-State = Literal["empty", "running", "ended"]
-"""Files do not say how a training ended: a finished run, a failed one and a killed one are all "ended"."""
+State = Literal["empty", "running", "finished", "failed", "ended"]
+"""A run that is no longer written to is "ended" if its files do not say how: as of a process that was killed."""
 # A run is running while its newest step is no older than so many usual intervals between logged steps, or a minute. A
 # logged step may take longer than usual, as one after an evaluation does.
 MOST_INTERVALS, LEAST_SECONDS = 10.0, 60.0
@@ -52,6 +52,8 @@ class Run:
     """Step and reason of the dumps that were not made, because there were too many."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Versions, devices and the model, if `Watch.environment` or `Watch.checksums` was called."""
+    outcome: str = ""
+    """What the watch wrote when it was closed: "finished" or "failed"; empty if it was not closed."""
 
     @property
     def training(self) -> list[Frame]:
@@ -70,7 +72,11 @@ class Run:
 
     @property
     def state(self) -> State:
-        """Whether it is still written to: "running", "ended", or "empty" without a logged step."""
+        """How it ended: "finished", "failed" (by an exception or a signal), or "ended" if its files do not say how;
+        "running" while it is written to, and "empty" without a logged step.
+        """
+        if self.outcome and self.frames:
+            return "failed" if self.outcome == "failed" else "finished"
         return state_of([frame.time for frame in self.frames])
 
     @property
@@ -114,16 +120,9 @@ def read(directory: str | Path, progress: Progress | None = None) -> Run:
     frames, scalars, channels = reader.contents()
     flights = reader.flights.with_files(where, reader.report)
     return Run(
-        where,
-        frames,
-        first_of_each(frames),
-        scalars,
-        reader.problems,
-        channels,
-        flights,
-        reader.flights.left_out,
-        reader.environment,
-    )
+        where, frames, first_of_each(frames), scalars, reader.problems, channels, flights, reader.flights.left_out,
+        reader.environment, reader.outcome,
+    )  # fmt: skip
 
 
 def check_run(directory: Path) -> None:

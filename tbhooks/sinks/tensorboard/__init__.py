@@ -7,6 +7,8 @@ kind for the plugin and `tbhooks.runs`.
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -44,6 +46,8 @@ __all__ = [
     "decode_values", "encode_counts", "encode_values", "record_writer", "scalar_table",
 ]  # fmt: skip
 
+OUTCOME_TAG = "tbhooks/outcome"
+"""The tag of the last event of a run that has ended: "finished" or "failed"."""
 # A loop alternates between a few lists of sites: training, evaluation, with and without some branch.
 MAX_PLANS = 8
 
@@ -75,6 +79,9 @@ class TensorBoardSink:
         self._findings = FindingWriter()
         self._unhook: Callable[[], None] | None = None
         self._has_said_summaries = False
+        self._last_step = 0
+        self.outcome = ""
+        """How the run has ended, "finished" or "failed": written by `close`, if it is set."""
 
     @property
     def destination(self) -> str:
@@ -110,6 +117,7 @@ class TensorBoardSink:
                 raise OSError("the SummaryWriter was closed before the watch")
             self._send(protobuf.event(frame.time, frame.step, summary))
             self._file.flush()
+            self._last_step = frame.step
         except Exception:
             self._file.mark_failed()
             self._findings.written = written
@@ -124,11 +132,23 @@ class TensorBoardSink:
     def close(self) -> None:
         if self._unhook is not None:
             self._unhook()
+        with contextlib.suppress(Exception):  # the logged steps are written; the file may be gone by now
+            self._write_outcome()
         if self._owned:
             self._writer.close()
         else:
             self.flush()
         self._crc.release(self)
+
+    def _write_outcome(self) -> None:
+        is_there = "://" in self.destination or Path(self.destination).is_dir()
+        if not (self.outcome and self._layouts and is_there) or self.is_closed:
+            return
+        summary = summary_pb2.Summary()
+        data, metadata = protobuf.strings([self.outcome.encode()]), protobuf.plugin_metadata(PLUGIN)
+        summary.value.add(tag=OUTCOME_TAG, tensor=data, metadata=metadata)
+        self._send(protobuf.event(time.time(), self._last_step, summary.SerializeToString()))
+        self._file.flush()
 
     @property
     def is_closed(self) -> bool:

@@ -12,6 +12,7 @@ import math
 import subprocess
 import sys
 import threading
+import time
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -214,6 +215,7 @@ def test_every_file_of_the_page_has_a_route_and_nothing_else_of_the_package_has(
         "/distribution",
         "/history",
         "/findings",
+        "/samples",
         "/scalars",
         "/overview",
         "/rules.md",
@@ -232,6 +234,7 @@ GOOD = {
     "distribution": {"run": "one", "kind": "activation", "path": "a", "step": "0"},
     "history": {"run": "one", "kind": "activation", "path": "a"},
     "findings": {"run": "one"},
+    "samples": {"run": "one", "step": "0"},
     "scalars": {"run": "one"},
     "overview": {"run": "one"},
 }
@@ -1059,3 +1062,21 @@ def test_the_samples_of_the_nearest_step_are_sent(tmp_path: Path) -> None:
     worst = [["a", "inf", "web", None], [7, 2.0, "web", None]]
     assert answer == {"step": 10, "worst": worst, "groups": {"web": [2.5, 4]}, "total": 4}
     assert tab.ask("samples", run="without", step=0).json == {"step": None}
+
+
+def test_finished_failed_and_other_runs_are_told_apart(tmp_path: Path) -> None:
+    for outcome in ("finished", "failed", "", "unknown"):
+        sink = TensorBoardSink(tmp_path / f"run {outcome}", scalars=())
+        sink.write(make_frame(0))
+        sink.outcome = outcome
+        sink.close()
+    resumed = TensorBoardSink(tmp_path / "run resumed", scalars=())
+    resumed.write(make_frame(0))
+    resumed.outcome = "finished"
+    resumed.close()
+    write(tmp_path / "run resumed", replace(make_frame(1), time=time.time() + 1))
+    listed = {run["name"].removeprefix("run").strip(): run for run in Tab(tmp_path).ask("runs").json["runs"]}
+    assert {name: run["state"] for name, run in listed.items()} == {
+        "finished": "finished", "failed": "failed", "": "ended", "unknown": "ended", "resumed": "ended",
+    }  # fmt: skip
+    assert [name for name, run in listed.items() if run["has_ended"]] == ["failed", "finished", "unknown"]

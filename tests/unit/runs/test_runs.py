@@ -8,6 +8,7 @@ import json
 import math
 import os
 import pickle
+import shutil
 import struct
 import time
 import zlib
@@ -138,6 +139,47 @@ def test_a_run_with_everything_that_can_be_shown_has_no_problems(tmp_path: Path,
         tmp_path
     )
     assert runs.read(tmp_path).problems == []
+
+
+def test_files_say_whether_a_run_finished_or_failed(tmp_path: Path) -> None:
+    def train(where: Path, fails: bool = False) -> None:
+        model = frames.make_model()
+        with tbhooks.watch(model, where, every=1):
+            frames.train(model, 2)
+            if fails:
+                raise RuntimeError("out of memory")
+
+    train(tmp_path / "good")
+    with pytest.raises(RuntimeError, match="out of memory"):
+        train(tmp_path / "bad", fails=True)
+    good, bad = runs.read(tmp_path / "good"), runs.read(tmp_path / "bad")
+    assert (good.state, bad.state) == ("finished", "failed")
+    assert good.problems == bad.problems == []
+    assert [frame.step for frame in good.frames] == [0, 1]
+
+
+def test_a_run_that_goes_on_after_its_end_is_running_and_one_that_was_killed_has_ended(tmp_path: Path) -> None:
+    sink = TensorBoardSink(tmp_path / "run")
+    sink.write(replace(make_frame(0), time=time.time()))
+    sink.flush()
+    assert runs.read(tmp_path / "run").state == "running"
+    sink.outcome = "finished"
+    sink.close()
+    assert runs.read(tmp_path / "run").state == "finished"
+    write_run(tmp_path / "run", replace(make_frame(1), time=time.time()))
+    assert runs.read(tmp_path / "run").state == "running"
+    assert runs.read(write_run(tmp_path / "old", make_frame(0))).state == "ended"
+
+
+def test_a_directory_that_is_gone_before_the_watch_closes_is_no_error(tmp_path: Path) -> None:
+    model = frames.make_model()
+    w = tbhooks.watch(model, tmp_path / "run", every=1)
+    frames.train(model, 2)
+    w.flush()
+    shutil.rmtree(tmp_path / "run")
+    w.close()
+    assert w.stats.errors == 0, w.stats.messages
+    assert not (tmp_path / "run").exists()
 
 
 def test_order_is_that_of_execution_and_site_lists_are_shared(tmp_path: Path) -> None:

@@ -73,11 +73,11 @@ function duration(seconds) {
   return `${Math.round(seconds / 3600)} h`;
 }
 
-const SIGNS = { running: "\u25b6", failed: "\u2715", ended: "\u25a0" };
+const SIGNS = { running: "\u25b6", failed: "\u2715", finished: "\u2713", ended: "\u25a0" };
 export const signOf = (state) => SIGNS[state] ?? "";
 
-/** A run is running while new steps arrive, whatever else is known about it. */
-export const stateOf = (run, now) => (now - run.last_time < FRESH ? "running" : run.state);
+/** A run is running while new steps arrive, unless its files say that it has ended. */
+export const stateOf = (run, now) => (!run.has_ended && now - run.last_time < FRESH ? "running" : run.state);
 
 /** "✓ baseline": the name of a run, and how it ended. */
 export const runWords = (run, now) => [signOf(stateOf(run, now)), run.name].filter(Boolean).join(" ");
@@ -85,8 +85,8 @@ export const runWords = (run, now) => [signOf(stateOf(run, now)), run.name].filt
 /** How fresh a run is: `{ live, text }`. */
 export function freshness(run, now) {
   const age = Math.max(0, now - run.last_time);
-  if (age < FRESH) return { live: true, text: `live; last step ${run.last_step}` };
-  const ended = run.state === "failed" ? "failed; " : "";
+  if (stateOf(run, now) === "running") return { live: true, text: `live; last step ${run.last_step}` };
+  const ended = run.state === "ended" ? "" : `${run.state}; `;
   if (age < DAY) return { live: false, text: `${ended}no new step for ${duration(age)}; last step ${run.last_step}` };
   const date = new Date(run.last_time * 1000).toLocaleDateString("en-GB", { day: "numeric", month: "long", year: "numeric" });
   return { live: false, text: `${ended}last step ${run.last_step}, written ${date}` };
