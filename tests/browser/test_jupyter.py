@@ -112,7 +112,7 @@ def test_kind_stat_and_layers_can_be_chosen_in_the_middle_of_training(training: 
     page = training.page
     page.get_by_label("kind", exact=True).select_option("gradient")
     page.get_by_label("stat", exact=True).select_option("norm")
-    page.wait_for_function(f"() => document.querySelector('{LIVE}').textContent.includes('gradient norm, a row')")
+    page.wait_for_function(f"() => document.querySelector('{LIVE}').textContent.includes('gradient norm, one row')")
     page.get_by_label("find a layer").fill("1")
     names = page.locator(f"{LIVE} .names div").all_inner_texts()
     assert names
