@@ -180,7 +180,7 @@ def _heat_map(grid: Grid) -> str:
 
 
 def _histograms(run: Run) -> str:
-    """Histograms over the steps; those of tensors with findings are open, the others folded."""
+    """Histograms over the steps; those of tensors with findings are open, all others folded together."""
     frames = [frame for frame in run.training if _has_histograms(frame)]
     title = '<h2 id="histograms">Histograms</h2>'
     if not frames:
@@ -190,11 +190,14 @@ def _histograms(run: Run) -> str:
     flagged = [finding.site for finding in by_severity(run) if finding.site is not None]
     chosen, left_out = _chosen_sites(frames, flagged)
     counts = _counts_over_steps(frames, chosen)
-    drawn = [_histogram(site, counts[site], frames, is_open=site in flagged) for site in chosen if site in counts]
+    known = [site for site in chosen if site in counts]
+    drawn = "".join(_histogram(site, counts[site], frames, is_open=True) for site in known if site in flagged)
+    rest = [_histogram(site, counts[site], frames, is_open=False) for site in known if site not in flagged]
+    folded = html.details(f"histograms of {html.plural(len(rest), 'tensor')} without findings", "".join(rest))
     notes = f"{len(frames)} of {total} steps with histograms. One row is half an octave of values, the largest at the "
     notes += "top; the colour is the fraction of the elements, blank if there are none."
     notes += f" {left_out} more tensors are left out to keep the page small." if left_out else ""
-    return title + html.paragraph(notes) + "".join(drawn)
+    return title + html.paragraph(notes) + drawn + (folded if rest else "")
 
 
 def _has_histograms(frame: Frame) -> bool:
