@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tbhooks.data import stats
-from tbhooks.data.frame import ALL_KINDS, EVALUATION, Frame
+from tbhooks.data.frame import ALL_KINDS, EVALUATION, METRIC, Frame
 from tbhooks.data.roles import GAIN, gains, roles
 from tbhooks.data.stats import INFS, NANS, Counts, Floats
 
@@ -179,9 +179,14 @@ def is_of_site(tag: str) -> bool:
 
 
 def own_scalars(tags: Iterable[str]) -> list[str]:
-    """Scalars that are not statistics of sites: losses first, then learning rates and gradient norms, then by name."""
+    """Scalars that are not statistics of sites: losses first, then learning rates and gradient norms, then by name.
+
+    Metrics come last: there may be one for each layer.
+    """
 
     def importance(tag: str) -> tuple[int, str]:
+        if tag.removeprefix(EVALUATION).startswith(METRIC):
+            return len(_SCALARS_FIRST) + 1, tag
         matches = (i for i, word in enumerate(_SCALARS_FIRST) if word in tag.lower())
         return (next(matches, len(_SCALARS_FIRST)), tag)
 

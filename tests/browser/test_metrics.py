@@ -45,6 +45,7 @@ def write(directory: Path) -> None:
             layer.bias.copy_(torch.from_numpy(bias))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
     w = tbhooks.watch(model, directory, every=1)
+    w.per_channel("1")
     w.metric("largest", lambda t: t.max(), "0").metric("by_column", lambda t: t.amax(0), "0")
     for step in range(STEPS):
         data = torch.from_numpy(batch(step)).float()
@@ -99,6 +100,17 @@ def test_a_metric_with_several_numbers_is_a_map_of_its_elements_by_steps(opened:
     tab.click(3, 5)
     expect(tab.frame.locator(".detail-lines h3")).to_have_text("metric.by_column over steps")
     tab.page.screenshot(path=screenshots / "elements.png")
+
+
+def test_channels_are_a_map_by_steps(opened: Pages, screenshots: Path) -> None:
+    tab = alone(opened, parameters(run="run", kind="channel.activation", stat="std"))
+    ((weight, bias), *_) = linear_weights()
+    outputs = batch(5) @ weight.T + bias
+    for channel in range(4):
+        tooltip = tab.hover(1 + channel, 5)
+        assert f"1[{channel}]" in tooltip
+        assert shown(outputs[:, channel].std()) in tooltip
+    tab.page.screenshot(path=screenshots / "channels.png")
 
 
 def test_the_panel_shows_the_samples_of_the_chosen_step(opened: Pages, screenshots: Path) -> None:

@@ -19,7 +19,7 @@ from torch import nn
 
 from tbhooks.data.frame import Finding, Frame, Site
 from tbhooks.data.stats import BASE, WIDTH
-from tbhooks.sinks.tensorboard import TensorBoardSink
+from tbhooks.sinks.tensorboard import OUTCOME_TAG, TensorBoardSink
 from tests.support import reference
 
 SOME = {
@@ -132,7 +132,9 @@ def events(directory: str | Path) -> Iterator[Any]:
 
 
 def events_by_step(directory: str | Path) -> Counter[int]:
-    return Counter(event.step for event in events(directory) if event.HasField("summary"))
+    """How many events each step has, without the one that says how the run ended."""
+    summaries = [event for event in events(directory) if event.HasField("summary")]
+    return Counter(each.step for each in summaries if [v.tag for v in each.summary.value] != [OUTCOME_TAG])
 
 
 def tags(directory: str | Path) -> set[str]:
