@@ -145,9 +145,10 @@ class ForwardHook(UnpicklableHook):
         if args and found and isinstance(args[0], Tensor) and args[0].shape == found[0][1].shape:
             dynamo.observe_pair(args[0], found[0][1], found[0][0], self.hook_id, self.gate.step_id)
 
-    def site_numbers(self, index: str) -> tuple[int, int]:
+    def site_numbers(self, index: str, tensor: Tensor) -> tuple[int, int]:
         """The site numbers of this output's activation and of its gradient."""
         if index not in self.sites:
+            self.note_output(index, tensor)
             number, path = self.observer.number, self.path
             self.sites[index] = (
                 number(Site(path, "activation", index)) if self.reads_outputs else NO_SITE,

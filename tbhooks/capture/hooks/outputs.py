@@ -68,11 +68,7 @@ class OutputReader:
             self._report.mark_unseen(hook.path + index, "the tensor holds no data, as in tracing and torch.func")
             return
         recorder, is_recomputed = self._step.recorder, running_backward() != NO_BACKWARD
-        numbers = hook.sites.get(index)
-        if numbers is None:
-            hook.note_output(index, tensor)
-            numbers = hook.site_numbers(index)
-        activation, gradient = numbers
+        activation, gradient = hook.sites.get(index) or hook.site_numbers(index, tensor)
         span, gradient_hook = context.lookup(tensor)
         if activation != NO_SITE and not is_recomputed:
             if span is not None:
