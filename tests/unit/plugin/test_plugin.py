@@ -1055,12 +1055,15 @@ def test_the_gain_of_gradients_is_that_of_numpy(tmp_path: Path) -> None:
 
 def test_the_samples_of_the_nearest_step_are_sent(tmp_path: Path) -> None:
     samples = Samples((Sample("a", math.inf, "web"), Sample(7, 2.0, "web")), {"web": Group(2.5, 4)}, 4)
-    write(tmp_path / "run", make_frame(0), replace(make_frame(10), samples=samples), make_frame(20))
+    later = Samples((Sample("b", 1.0),), {}, 1)
+    sampled = [replace(make_frame(10), samples=samples), make_frame(20), replace(make_frame(30), samples=later)]
+    write(tmp_path / "run", make_frame(0), *sampled)
     write(tmp_path / "without", make_frame(0))
     tab = Tab(tmp_path)
     answer = tab.ask("samples", run="run", step=18).json
     worst = [["a", "inf", "web", None], [7, 2.0, "web", None]]
     assert answer == {"step": 10, "worst": worst, "groups": {"web": [2.5, 4]}, "total": 4}
+    assert tab.ask("samples", run="run", step=21).json["step"] == 30
     assert tab.ask("samples", run="without", step=0).json == {"step": None}
 
 
