@@ -100,3 +100,11 @@ class StoredSamples:
     @property
     def nbytes(self) -> int:
         return _BYTES_PER_SAMPLE * sum(1 + len(each) + len(each.groups) for each in self.by_step.values())
+
+
+@dataclass(frozen=True)
+class StoredOutcome:
+    """How a run ended."""
+
+    outcome: str
+    nbytes: int = 100

@@ -18,7 +18,17 @@ from tbhooks.data.artifacts.samples import Samples
 from tbhooks.data.frame import Finding
 from tbhooks.data.jsonable import to_jsonable
 from tbhooks.data.stats import COUNT, INFS, NANS, ZEROS
-from tbhooks.plugin.arrays import Histogram, Histograms, Indices, Rows, Source, Stored, StoredFindings, StoredSamples
+from tbhooks.plugin.arrays import (
+    Histogram,
+    Histograms,
+    Indices,
+    Rows,
+    Source,
+    Stored,
+    StoredFindings,
+    StoredOutcome,
+    StoredSamples,
+)
 from tbhooks.plugin.cache import Cache
 from tbhooks.plugin.index import Kind, RunIndex, Tag
 from tbhooks.plugin.index import read as read_index
@@ -85,11 +95,11 @@ class StoredRun:
 
     def outcome(self) -> str:
         """How the run ended, "finished" or "failed"; empty if it goes on or was killed."""
-        if self._outcome is None:
+        tag = self._outcome
+        if tag is None:
             return ""
-        values = self._reader.tag(self._outcome.name).values
-        content = _bytes(values[-1]) if values else None
-        return content.decode() if content in OUTCOMES else ""
+        key = ("outcome", *self._key)
+        return self._cache.get(key, _version((tag,)), lambda _: _outcome(self._reader, tag)).outcome
 
     def samples(self, step: int) -> tuple[int, Samples] | None:
         """The samples of the logged step nearest to `step`, and that step; None if there are none."""
@@ -193,7 +203,8 @@ def _placed(rows: Rows, kind: Kind, numbers: Iterable[Mapping[int, int]]) -> Row
     columns, seen = np.full(shape, np.nan, dtype=np.float32), np.zeros(shape[1:], dtype=np.bool_)
     for each in numbers:
         sites, at = list(each), list(each.values())
-        columns[:, :, sites], seen[:, sites] = rows.columns[:, :, at], rows.seen[:, at]
+        columns[:, :, sites] = rows.columns[:, :, at]
+        seen[:, sites] |= rows.seen[:, at]
     return replace(rows, columns=columns, seen=seen)
 
 
@@ -234,6 +245,12 @@ def _findings(read: Reader, tag: Tag) -> StoredFindings:
         except (ValueError, RecursionError):
             continue
     return StoredFindings(tuple(findings))
+
+
+def _outcome(read: Reader, tag: Tag) -> StoredOutcome:
+    values = read.tag(tag.name).values
+    content = _bytes(values[-1]) if values else None
+    return StoredOutcome(content.decode() if content in OUTCOMES else "")
 
 
 def _samples(read: Reader, tag: Tag) -> StoredSamples:
