@@ -22,7 +22,7 @@ from tbhooks.capture.selection import Selector, is_keras, unwrap
 from tbhooks.capture.session import CaptureSession
 from tbhooks.capture.step.clock import MODES
 from tbhooks.data.errors import check_integer, check_names, invalid_argument
-from tbhooks.data.frame import KINDS, SELECTABLE_KINDS
+from tbhooks.data.frame import ALL_KINDS, KINDS
 from tbhooks.data.history import History
 from tbhooks.data.self_report import Report
 from tbhooks.delivery.worker import Worker
@@ -150,8 +150,8 @@ def _check_model(model: object) -> None:
 def _checked_kinds(kinds: Any) -> tuple[str, ...]:
     kinds = (kinds,) if isinstance(kinds, str) else kinds
     if not isinstance(kinds, list | tuple | set | frozenset) or not kinds:
-        raise invalid_argument("kinds", f"a list of at least one of {', '.join(SELECTABLE_KINDS)}", kinds)
-    check_names("kind", kinds, SELECTABLE_KINDS)
+        raise invalid_argument("kinds", f"a list of at least one of {', '.join(ALL_KINDS)}", kinds)
+    check_names("kind", kinds, ALL_KINDS)
     return tuple(kinds)
 
 

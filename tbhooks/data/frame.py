@@ -32,13 +32,14 @@ if TYPE_CHECKING:
 Severity = Literal["info", "warning", "error"]
 KINDS = ("activation", "gradient", "weight", "weight_gradient", "update")
 OPTIONAL_KINDS = ("input", "functional")
-SELECTABLE_KINDS = KINDS + OPTIONAL_KINDS
+ALL_KINDS = KINDS + OPTIONAL_KINDS
 """What `kinds` of `watch` takes."""
 OPTIMIZER_KINDS = ("first_moment", "second_moment", "normalized_gradient", "proposed_update")
 """What `Watch.optimizer_state` adds."""
 OPTIMIZER_PARTS = ("momentum_product", "below_epsilon")
 """What is captured with these kinds, and only shown as the scalars that follow from it."""
-ALL_KINDS = SELECTABLE_KINDS + OPTIMIZER_KINDS
+RECORDED_KINDS = ALL_KINDS + OPTIMIZER_KINDS
+"""All kinds of training steps that have statistics."""
 EVALUATION = "eval."
 """The prefix of the kind of everything captured in an evaluation pass."""
 CHANNEL = "channel."

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tbhooks.data import stats
-from tbhooks.data.frame import ALL_KINDS, EVALUATION, METRIC, Frame
+from tbhooks.data.frame import EVALUATION, METRIC, RECORDED_KINDS, Frame
 from tbhooks.data.roles import GAIN, gains, roles
 from tbhooks.data.stats import INFS, NANS, Counts, Floats
 
@@ -175,7 +175,7 @@ def _integers(numbers: Iterable[int]) -> NDArray[np.intp]:
 def is_of_site(tag: str) -> bool:
     """Whether a scalar is a statistic of one site, such as `activation.std/encoder.0`, or a summary of such ones."""
     what, slash, _ = tag.removeprefix(_SUMMARY).partition("/")
-    return bool(slash) and what.rpartition(".")[0].removeprefix(EVALUATION) in ALL_KINDS
+    return bool(slash) and what.rpartition(".")[0].removeprefix(EVALUATION) in RECORDED_KINDS
 
 
 def own_scalars(tags: Iterable[str]) -> list[str]:

@@ -15,7 +15,7 @@ from tensorboard.compat.proto import summary_pb2
 
 from tbhooks.data.artifacts.flights import FLIGHT
 from tbhooks.data.artifacts.vectors import EXPERTS, HEADS
-from tbhooks.data.frame import ALL_KINDS, CHANNEL, EVALUATION, METRIC, Site
+from tbhooks.data.frame import CHANNEL, EVALUATION, METRIC, RECORDED_KINDS, Site
 from tbhooks.data.roles import GAIN, predecessors
 from tbhooks.data.stats import QUANTILES, STATS
 from tbhooks.runs.stored_frames import Layout
@@ -23,7 +23,7 @@ from tbhooks.sinks.tensorboard import OUTCOME_TAG, PLUGIN
 from tbhooks.sinks.tensorboard.findings import DATA_TAG
 from tbhooks.sinks.tensorboard.samples import DATA_TAG as SAMPLES_TAG
 
-KINDS = (*ALL_KINDS, *(EVALUATION + kind for kind in ALL_KINDS), CHANNEL + "activation", CHANNEL + "weight",
+KINDS = (*RECORDED_KINDS, *(EVALUATION + kind for kind in RECORDED_KINDS), CHANNEL + "activation", CHANNEL + "weight",
          CHANNEL + EXPERTS, CHANNEL + HEADS, FLIGHT)  # fmt: skip
 """The kinds that are known by name, in display order."""
 _PREFIX = re.compile(r"[a-z_]+")
@@ -37,7 +37,7 @@ def is_kind(name: str) -> bool:
     """Whether this can be a kind: one of ours, or one of parts of a tensor with another prefix: `head.activation`."""
     prefix, dot, kind = name.removeprefix(ELEMENT).rpartition(".")
     return name.removeprefix(ELEMENT) in KINDS or (
-        bool(dot) and kind in ALL_KINDS and _PREFIX.fullmatch(prefix) is not None
+        bool(dot) and kind in RECORDED_KINDS and _PREFIX.fullmatch(prefix) is not None
     )
 
 

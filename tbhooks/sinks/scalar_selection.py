@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from tbhooks.data import stats
 from tbhooks.data.errors import ArgumentError, check_names
-from tbhooks.data.frame import ALL_KINDS, BELOW_EPSILON, GRADIENT_COSINE, SAMPLED, Frame, Site
+from tbhooks.data.frame import BELOW_EPSILON, GRADIENT_COSINE, RECORDED_KINDS, SAMPLED, Frame, Site
 from tbhooks.data.stats import QUANTILES, STAT_NAMES, Floats
 from tbhooks.sinks.scalar_summaries import MOST_TAGS, NonfiniteTensors, Summaries
 
@@ -30,7 +30,7 @@ CORE_SCALARS = {
 # Logged for every kind on the steps where they are not zero, so that no NaN goes unnoticed.
 NONFINITE_COUNTS = ("nan_count", "inf_count")
 # The distributions of updates are in the frame tensors; few readers need their histograms.
-HISTOGRAM_KINDS = frozenset(ALL_KINDS) - {"update", "normalized_gradient", "proposed_update"}
+HISTOGRAM_KINDS = frozenset(RECORDED_KINDS) - {"update", "normalized_gradient", "proposed_update"}
 _OF_STATE = (f"first_moment.{GRADIENT_COSINE}/", f"second_moment.{BELOW_EPSILON}/")
 
 ScalarTable = dict[str, tuple[str, ...]]
@@ -53,14 +53,15 @@ def scalar_table(scalars: object) -> ScalarTable:
         if scalars == "auto":
             return AutoTable(CORE_SCALARS)
         if scalars == "all":
-            return {k: tuple(name for name in STAT_NAMES if name != "ratio" or k == "update") for k in ALL_KINDS}
+            return {k: tuple(name for name in STAT_NAMES if name != "ratio" or k == "update") for k in RECORDED_KINDS}
         scalars = (scalars,)
     if not isinstance(scalars, Iterable):
         raise ArgumentError(f'scalars must be "auto", "core", "all", a list of stat names, or (), got {scalars!r}')
     names = tuple(scalars)
-    check_names("stat", names, (*STAT_NAMES, *(f"{kind}.{name}" for kind in ALL_KINDS for name in STAT_NAMES)))
+    check_names("stat", names, (*STAT_NAMES, *(f"{kind}.{name}" for kind in RECORDED_KINDS for name in STAT_NAMES)))
     return {
-        kind: tuple(name for name in STAT_NAMES if name in names or f"{kind}.{name}" in names) for kind in ALL_KINDS
+        kind: tuple(name for name in STAT_NAMES if name in names or f"{kind}.{name}" in names)
+        for kind in RECORDED_KINDS
     }
 
 

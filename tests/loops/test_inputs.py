@@ -306,7 +306,7 @@ def test_tags_in_tensorboard(tmp_path: Path) -> None:
     scalars = {f"input.{stat}/{path}" for stat in ("mean", "std", "zero_fraction") for path in paths}
     assert {tag for tag in read.Tags()["scalars"] if not tag.startswith("train")} == scalars
     assert set(read.Tags()["histograms"]) == {f"input/{path}" for path in paths}
-    assert set(read.Tags()["tensors"]) == {"tbhooks/input", "tbhooks/input.buckets"}
+    assert set(read.Tags()["tensors"]) == {"tbhooks/input", "tbhooks/input.buckets", "tbhooks/outcome"}
     expected = observe(zoo.ZOO["mlp"])
     means = {step: reference.stats(expected[step]["3", "input"])["mean"] for step in (0, 1)}
     assert frames.scalar_series(tmp_path, "input.mean/3") == pytest.approx(means, rel=1e-5)

@@ -158,9 +158,9 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _kinds(text: str) -> tuple[str, ...]:
-    from tbhooks.data.frame import SELECTABLE_KINDS  # noqa: PLC0415
+    from tbhooks.data.frame import ALL_KINDS  # noqa: PLC0415
 
-    check_names("kind", _names(text), SELECTABLE_KINDS)
+    check_names("kind", _names(text), ALL_KINDS)
     return _names(text)
 
 

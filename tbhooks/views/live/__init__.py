@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from tbhooks.data.errors import ArgumentError, check_names
-from tbhooks.data.frame import ALL_KINDS, EVALUATION, Finding, Frame
+from tbhooks.data.frame import EVALUATION, RECORDED_KINDS, Finding, Frame
 from tbhooks.data.history import History
 from tbhooks.data.self_report import Report, Stats
 from tbhooks.data.stats import STAT_NAMES
@@ -216,7 +216,7 @@ class Live:
             self._draw(final=False)
 
     def _check(self, kind: str, stat: str) -> None:
-        check_names("kind", (kind,), (*ALL_KINDS, *(EVALUATION + name for name in ALL_KINDS)))
+        check_names("kind", (kind,), (*RECORDED_KINDS, *(EVALUATION + name for name in RECORDED_KINDS)))
         check_names("stat", (stat,), STAT_NAMES)
         plain, kinds = kind.removeprefix(EVALUATION), self._source.kinds
         if plain not in kinds:

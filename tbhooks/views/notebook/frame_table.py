@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from tbhooks.data.frame import SELECTABLE_KINDS, Frame
+from tbhooks.data.frame import ALL_KINDS, Frame
 from tbhooks.data.grids import is_of_site
 from tbhooks.data.peek_result import Peeked
 from tbhooks.data.stats import INFS, NANS
@@ -71,7 +71,7 @@ def _as_training(frame: Frame) -> Frame:
 
 def _other_tables(frame: Frame) -> list[tuple[str, str, Columns]]:
     """Kinds without a table above get one of their own."""
-    unknown = dict.fromkeys(site.kind for site in frame.sites if site.kind not in SELECTABLE_KINDS)
+    unknown = dict.fromkeys(site.kind for site in frame.sites if site.kind not in ALL_KINDS)
     return [(kind, "tensor", _all_columns(kind)) for kind in unknown]
 
 

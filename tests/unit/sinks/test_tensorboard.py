@@ -94,7 +94,7 @@ def test_core_tags_of_a_training_are_exactly_these(tmp_path: Path, roomy: None) 
     scalars |= {"train/loss", "train.lr/0", "train.grad_norm", "train.grad_norm_raw"}
     distributions = {f"{kind}/{path}" for kind in ("activation", "gradient") for path in modules}
     distributions |= {f"{kind}/{path}" for kind in ("weight", "weight_gradient") for path in parameters}
-    tensors = {f"tbhooks/{kind}{what}" for kind in KINDS for what in ("", ".buckets")}
+    tensors = {f"tbhooks/{kind}{what}" for kind in KINDS for what in ("", ".buckets")} | {"tbhooks/outcome"}
     read = frames.accumulator(tmp_path)
     assert set(read.Tags()["scalars"]) == scalars
     assert set(read.Tags()["histograms"]) == distributions
