@@ -159,29 +159,48 @@ class Flex(nn.Module):
         return self.out(output.transpose(1, 2).flatten(-2))
 
 
+class Around(nn.Module):
+    """Hooks of the compiled module itself run outside of its graph: only attention of its submodules is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flex = Flex()
+
+    def forward(self, x: Tensor, mask: Any) -> Tensor:
+        return self.flex(x, mask).unflatten(-1, (HEADS, WIDTH))
+
+
 @pytest.mark.parametrize("most", [1 << 22, 300])
 def test_flex_attention_inside_compiled_graphs(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     compiling.reset()
     monkeypatch.setattr(attention, "MOST_LOGITS", most)
     torch.manual_seed(0)
-    model, x, i = Flex(), torch.randn(2, 16, 32), np.arange(16)
+    model, x, i = Around(), torch.randn(2, 16, 32), np.arange(16)
     mask = create_block_mask(lambda _b, _h, i, j: i >= j, None, None, 16, 16, device="cpu")
     w = tbhooks.watch(model, every=1, kinds=KINDS)
     torch.compile(model, backend="aot_eager", fullgraph=True)(x, mask).sum().backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     w.close()
     assert not w.stats.errors, w.stats.messages
-    q = model.query(x).unflatten(-1, (HEADS, WIDTH)).transpose(1, 2).detach().double().numpy()
-    bias = model.slopes.double().numpy()[:, None, None] * (i[None] - i[:, None])
+    q = model.flex.query(x).unflatten(-1, (HEADS, WIDTH)).transpose(1, 2).detach().double().numpy()
+    bias = model.flex.slopes.double().numpy()[:, None, None] * (i[None] - i[:, None])
     scores = q @ np.repeat(q[:, :2], 2, 1).swapaxes(-1, -2) / WIDTH**0.5 + bias
     scores[..., i[:, None] < i[None]] = -np.inf
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
-    vectors = w.latest["(root):flex_attention", "functional"].vectors
+    vectors = w.latest["flex:flex_attention", "functional"].vectors
     np.testing.assert_allclose(vectors["max_logit"], scores.max((0, 2, 3)), rtol=1e-5)
     np.testing.assert_allclose(vectors["first_token"], weights[..., 0].mean((0, 2)), rtol=1e-5)
     entropy = -(weights * np.log(np.where(weights > 0, weights, 1))).sum(-1)
     np.testing.assert_allclose(vectors["entropy"], entropy.mean((0, 2)), rtol=1e-5)
+
+
+def test_attention_of_the_compiled_module_itself_is_reported_as_unseen() -> None:
+    compiling.reset()
+    model, x = Attention(), torch.randn(2, LENGTH, 32)
+    w = train(model, [x], torch.compile(model, backend="aot_eager", fullgraph=True))
+    assert {site.name for site in w.latest.sites} == {"query", "key", "value", "(root)"}
+    assert "in submodules of the module that was compiled" in w.stats.unseen["functional"]
 
 
 def test_no_mode_is_left_when_a_graph_ends_by_an_exception() -> None:

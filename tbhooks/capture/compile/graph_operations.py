@@ -49,7 +49,7 @@ class GraphOperations(OwnMode):
             result = func(*args, **kwargs)
             name = OPERATIONS.get(func) or getattr(func, "__name__", "")
             if name in _ATTENTION and self._counts:
-                with dynamo.collect_failures("attention in compiled code"), torch.no_grad():
+                with dynamo.collect_failures("attention in compiled code"):
                     self._observe(name, args, kwargs, result[0] if isinstance(result, tuple) else result)
             return result
         finally:
@@ -59,8 +59,11 @@ class GraphOperations(OwnMode):
         earlier = self._counts[-1].get(name, 0)
         self._counts[-1][name] = earlier + 1
         index = f"[{min(earlier, MOST_CALLS - 1)}]" if earlier else ""
+        with torch.no_grad():
+            inside = list(_ATTENTION[name](args, kwargs, result.detach(), None))
+        # With gradients as in the model: a backend that does not trace reads here, and tells passes apart by it.
         dynamo.observe_operation(result, OPERATION + name, index)
-        for part, numbers, by_head in _ATTENTION[name](args, kwargs, result.detach(), None):
+        for part, numbers, by_head in inside:
             dynamo.observe_operation(numbers, f"{OPERATION}{name}.{part}", index)
             if by_head is not None:
                 dynamo.observe_operation(by_head, f"{HEADS}{name}.{part}", index)

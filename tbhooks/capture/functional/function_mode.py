@@ -204,6 +204,8 @@ class _Mode(OwnMode):
     ) -> Any:
         kwargs = kwargs or {}
         if torch.compiler.is_compiling():
+            if func is Tensor.unflatten:  # it calls super(), which torch._dynamo cannot trace
+                return args[0].unflatten(*args[1:], **kwargs)
             return func(*args, **kwargs)
         name = OPERATIONS.get(func)
         call = None if name is None else self._innermost(sys._getframe(1))

@@ -116,7 +116,8 @@ class Observer:
     def end(self, keep_hooks: bool) -> None:
         """Closes a step that ran to its end, and reports what was expected in it and did not come."""
         if self._functional is not None and self.gate.was_compiled:
-            self._report.mark_unseen("functional", "of operations inside compiled code only attention is read")
+            reason = "inside compiled code only attention is read, in submodules of the module that was compiled"
+            self._report.mark_unseen("functional", reason)
         if self.seen is not None:
             self.placement.report_lost(self.seen.called)
             watched = [path for path, hook in self.placement.hooks.items() if hook.reads]
