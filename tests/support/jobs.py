@@ -894,6 +894,7 @@ def flipped_bit(rank: int, wrap: str, at: int | None, steps: int = 5) -> Any:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        w.flush()  # a finding of the background thread is dumped when a later step ends
     w.close()
     found = [(each.step, each.site.path if each.site else "", each.evidence["rank"]) for each in w.findings]
     flights = [] if rank else [flight.reason for flight in tbhooks.runs.read("run").flights if flight.rank == 0]

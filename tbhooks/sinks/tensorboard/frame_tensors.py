@@ -20,7 +20,7 @@ from tensorboard.compat.proto import summary_pb2, tensor_pb2, tensor_shape_pb2, 
 
 from tbhooks.data import checksums, stats
 from tbhooks.data.artifacts import Artifact, Channels
-from tbhooks.data.frame import AS_SCALARS, CHANNEL, EVALUATION, METRIC, SAMPLED, Frame, Site
+from tbhooks.data.frame import ALL_KINDS, AS_SCALARS, CHANNEL, EVALUATION, METRIC, SAMPLED, Frame, Site
 from tbhooks.data.stats import BASE, M2, M3, M4, STATS, Counts, Floats
 from tbhooks.sinks.scalar_selection import Indices, indices_of
 from tbhooks.sinks.tensorboard.histograms import SiteHistograms
@@ -191,12 +191,12 @@ _ELEMENT = re.compile(r"(.*)(\[\d+\])", re.DOTALL)
 
 
 def _metric_site(frame: Frame, tag: str) -> Site | None:
-    start, _, name = tag.partition("/")
+    start, slash, name = tag.partition("/")
     kind, stat = frame.metrics.get(start), start.removeprefix(EVALUATION)
     if kind is None:
         kind, _, stat = start.rpartition(".")
-        if stat not in AS_SCALARS:
-            return None
+        if not slash or stat not in AS_SCALARS or kind.removeprefix(EVALUATION) not in ALL_KINDS:
+            return None  # a scalar of the user may have any name
     element = _ELEMENT.fullmatch(name) if frame.position(name, kind) is None else None
     name, index = (name, "") if element is None else (element[1], element[2])
     return Site(f"{stat}/{name}", METRIC + kind, index)

@@ -33,6 +33,7 @@ from tests.support.frames import make_frame
 
 Value = summary_pb2.Summary.Value
 Data = Mapping[Site, Any]
+WITHOUT_HISTOGRAM = ("update", "normalized_gradient", "proposed_update")
 
 
 # --- What protobuf would have made --------------------------------------------------------------------
@@ -47,7 +48,7 @@ def plain_values(frame: Frame, table: Mapping[str, Sequence[str]]) -> Iterator[A
     if frame.buckets.shape[1]:
         for i, site in enumerate(frame.sites):
             finite = frame.values[i, stats.COUNT] - frame.values[i, stats.NANS] - frame.values[i, stats.INFS]
-            if site.plain_kind != "update" and finite > 0:
+            if site.plain_kind not in WITHOUT_HISTOGRAM and finite > 0:
                 yield Value(tag=f"{site.kind}/{site.path}{site.index}", histo=plain_histogram(frame, i, finite))
 
 
