@@ -20,6 +20,7 @@ from tensorboard.compat.proto import summary_pb2, tensor_pb2, tensor_shape_pb2, 
 
 from tbhooks.data import checksums, stats
 from tbhooks.data.artifacts import Artifact, Channels
+from tbhooks.data.artifacts.vectors import EXPERTS
 from tbhooks.data.frame import ALL_KINDS, AS_SCALARS, CHANNEL, EVALUATION, METRIC, SAMPLED, Frame, Site
 from tbhooks.data.stats import BASE, M2, M3, M4, STATS, Counts, Floats
 from tbhooks.sinks.scalar_selection import Indices, indices_of
@@ -187,6 +188,7 @@ def add_metrics(frame: Frame, layouts: dict[str, Layout], summary: summary_pb2.S
         layout.add(one, indices_of(range(len(sites))), layout.positions(sites), summary)
 
 
+_KINDS = (*ALL_KINDS, EXPERTS)
 _ELEMENT = re.compile(r"(.*)(\[\d+\])", re.DOTALL)
 
 
@@ -195,7 +197,7 @@ def _metric_site(frame: Frame, tag: str) -> Site | None:
     kind, stat = frame.metrics.get(start), start.removeprefix(EVALUATION)
     if kind is None:
         kind, _, stat = start.rpartition(".")
-        if not slash or stat not in AS_SCALARS or kind.removeprefix(EVALUATION) not in ALL_KINDS:
+        if not slash or stat not in AS_SCALARS or kind.removeprefix(EVALUATION) not in _KINDS:
             return None  # a scalar of the user may have any name
     element = _ELEMENT.fullmatch(name) if frame.position(name, kind) is None else None
     name, index = (name, "") if element is None else (element[1], element[2])
