@@ -21,7 +21,7 @@ from tensorboard.compat.proto import summary_pb2, tensor_pb2, tensor_shape_pb2, 
 from tbhooks.data import checksums, stats
 from tbhooks.data.artifacts import Artifact, Channels
 from tbhooks.data.artifacts.vectors import EXPERTS
-from tbhooks.data.frame import ALL_KINDS, AS_SCALARS, CHANNEL, EVALUATION, METRIC, SAMPLED, Frame, Site
+from tbhooks.data.frame import AS_SCALARS, CHANNEL, EVALUATION, METRIC, RECORDED_KINDS, SAMPLED, Frame, Site
 from tbhooks.data.stats import BASE, M2, M3, M4, STATS, Counts, Floats
 from tbhooks.sinks.scalar_selection import Indices, indices_of
 from tbhooks.sinks.tensorboard.histograms import SiteHistograms
@@ -188,7 +188,7 @@ def add_metrics(frame: Frame, layouts: dict[str, Layout], summary: summary_pb2.S
         layout.add(one, indices_of(range(len(sites))), layout.positions(sites), summary)
 
 
-_KINDS = (*ALL_KINDS, EXPERTS)
+_KINDS = (*RECORDED_KINDS, EXPERTS)
 _ELEMENT = re.compile(r"(.*)(\[\d+\])", re.DOTALL)
 
 
