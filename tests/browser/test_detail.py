@@ -42,7 +42,7 @@ window.asked = [];
 window.picked = [];
 window.closings = 0;
 const reply = (key) => {
-  const answer = window.answers[key];
+  const answer = window.answers[key] ?? (key.startsWith("samples ") ? { step: null } : undefined);
   if (answer && answer.error === undefined) return structuredClone(answer);
   return Promise.reject(new Error(answer ? answer.error : "no " + key));
 };
@@ -713,6 +713,15 @@ def test_the_servers_sentence_is_shown_and_goes_away_again(page: Any) -> None:
     usual(page)
     assert page.locator(".detail-problems:visible").count() == 0
     assert page.locator(".detail-bars").count() == 1
+
+
+def test_a_question_that_fails_is_asked_once_and_not_for_ever(page: Any) -> None:
+    page.evaluate(
+        "() => { window.answers['samples r 100'] = window.answers['samples undefined'] = { error: 'gone' }; }"
+    )
+    usual(page)
+    page.wait_for_timeout(100)
+    assert page.evaluate("asked.filter((key) => key.startsWith('samples')).length") == 1
 
 
 def test_the_same_cell_again_is_drawn_without_asking_again(page: Any) -> None:

@@ -109,21 +109,22 @@ export function createDetail(container, { api, onClose, onPickStep, axis = "line
 
   function answered(entry) {
     if (shown?.cells.some((cell) => cell.distribution === entry || cell.history === entry)) update();
-    else if (shown?.asked.has(entry)) update(false);
+    else if ([...(shown?.asked.values() ?? [])].includes(entry)) update(false);
   }
 
-  /** A question of a part besides those for the chosen cells. */
+  /** A question of a part besides those for the chosen cells; asked once each time something is shown, however often
+      the part is drawn: a question that fails would otherwise be asked again by the drawing that its failure causes. */
   function ask(route, question) {
-    const entry = answers.request(route, question);
-    shown.asked.add(entry);
-    return entry;
+    const key = JSON.stringify([route, question]);
+    if (!shown.asked.has(key)) shown.asked.set(key, answers.request(route, question));
+    return shown.asked.get(key);
   }
 
   return {
     /** Called again whenever anything changes; what is drawn stays until its successor is complete. */
     show(view) {
       if (!view.sites.length) return this.clear();
-      shown = { view: { ...view, ask }, cells: questionsFor(view, answers), asked: new Set() };
+      shown = { view: { ...view, ask }, cells: questionsFor(view, answers), asked: new Map() };
       root.classList.toggle("detail-several", shown.cells.length > 1);
       root.style.colorScheme = view.dark ? "dark" : "light";
       if (root.parentNode !== container) container.replaceChildren(root);
