@@ -85,7 +85,7 @@ def test_a_metric_is_a_stat_of_its_kind(opened: Pages, screenshots: Path) -> Non
     tab.click(0, 7)
     table = tab.frame.locator(".detail-stats .detail-table")
     expect(table.locator("tr", has_text="metric.largest")).to_contain_text(shown(batch(7).max()))
-    tab.frame.locator(".detail-lines").get_by_label("stat").select_option("metric.largest")
+    tab.frame.locator(".detail-lines").locator("select[name=stat]").select_option("metric.largest")
     expect(tab.frame.locator(".detail-lines h3")).to_have_text("metric.largest over steps")
     tab.page.screenshot(path=screenshots / "metric.png")
 
