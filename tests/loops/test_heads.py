@@ -91,7 +91,7 @@ def train(model: nn.Module, inputs: list[Tensor], called: Any = None, **options:
     w = tbhooks.watch(model, options.pop("writer", None), every=1, kinds=KINDS)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     for x in inputs:
-        (called or model)(x).square().mean().backward()
+        (model if called is None else called)(x).square().mean().backward()
     optimizer.step()
     w.close()
     assert not w.stats.errors, w.stats.messages
