@@ -38,11 +38,11 @@ test-triton: $(READY)  ## the CUDA kernels in Triton's interpreter and compiled 
 	$(PIP) --target $(VENV)/triton triton
 	$(PYTHON) -m tests.support.groups triton triton-compiled
 
-test-trackers: $(READY)  ## MLflow and Aim; 600 MB, kept apart in a venv that sees this one
+test-trackers: $(READY)  ## MLflow, Aim, Trackio and SwanLab; 610 MB, kept apart in a venv that sees this one
 	test -d $(VENV)/trackers || python3 -m venv $(VENV)/trackers
 	$(PYTHON) -c "import site; print('import site; site.addsitedir(%r)' % site.getsitepackages()[0])" \
 		> "$$($(VENV)/trackers/bin/python -c 'import site; print(site.getsitepackages()[0])')/main.pth"
-	$(VENV)/trackers/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[mlflow,aim]'
+	$(VENV)/trackers/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[aim,mlflow,swanlab,trackio]'
 	$(PYTHON) -m tests.support.groups trackers
 
 lint: $(READY)

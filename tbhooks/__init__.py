@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from tbhooks.sinks.jsonl import JsonlSink
     from tbhooks.sinks.memory import MemorySink
     from tbhooks.sinks.mlflow import MlflowSink
+    from tbhooks.sinks.prometheus import PrometheusSink
+    from tbhooks.sinks.swanlab import SwanlabSink
+    from tbhooks.sinks.trackio import TrackioSink
     from tbhooks.sinks.wandb import WandbSink
 
 __version__ = "0.1.0"
@@ -43,12 +46,15 @@ __all__ = [
     "MemorySink",
     "MlflowSink",
     "Peeked",
+    "PrometheusSink",
     "Reading",
     "Rule",
     "Sink",
     "Site",
     "Stats",
+    "SwanlabSink",
     "TbhooksError",
+    "TrackioSink",
     "UnknownSiteError",
     "WandbSink",
     "Watch",
@@ -75,11 +81,14 @@ _DEFINED_IN = {
     "MemorySink": "sinks.memory",
     "MlflowSink": "sinks.mlflow",
     "Peeked": "data.peek_result",
+    "PrometheusSink": "sinks.prometheus",
     "Reading": "data.frame",
     "Rule": "rules",
     "Sink": "sinks",
     "Site": "data.frame",
     "Stats": "data.self_report",
+    "SwanlabSink": "sinks.swanlab",
+    "TrackioSink": "sinks.trackio",
     "WandbSink": "sinks.wandb",
     "Watch": "api.handle",
     "peek": "api.peek",

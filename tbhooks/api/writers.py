@@ -21,8 +21,9 @@ from tbhooks.sinks.memory import FunctionSink
 from tbhooks.sinks.scalar_selection import scalar_table
 
 ACCEPTED = (
-    "a SummaryWriter (torch or tensorboardX), a directory (str or Path), a run of wandb, mlflow or aim (or the module "
-    "wandb or mlflow), a function that takes a frame, an object with write, flush and close, a list of those, or None"
+    "a SummaryWriter (torch or tensorboardX), a directory (str or Path), a run of wandb, mlflow, aim, trackio or "
+    "swanlab (or one of the modules wandb, mlflow, trackio, swanlab), a function that takes a frame, an object with "
+    "write, flush and close, a list of those, or None"
 )
 
 
@@ -84,6 +85,10 @@ SINKS: tuple[tuple[Callable[[Any], bool], str], ...] = (
     (_is_module("mlflow"), "mlflow:MlflowSink"),
     (_is_run_of("mlflow"), "mlflow:MlflowSink"),
     (_is_run_of("aim"), "aim:AimSink"),
+    (_is_module("trackio"), "trackio:TrackioSink"),
+    (_is_run_of("trackio"), "trackio:TrackioSink"),
+    (_is_module("swanlab"), "swanlab:SwanlabSink"),
+    (_is_run_of("swanlab"), "swanlab:SwanlabSink"),
 )
 
 

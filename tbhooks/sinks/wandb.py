@@ -14,6 +14,7 @@ from typing import Any
 from tbhooks.data.errors import ArgumentError, TbhooksError
 from tbhooks.data.frame import Frame
 from tbhooks.data.stats import Counts, Floats
+from tbhooks.sinks.alerts import Alerts
 from tbhooks.sinks.findings_text import FindingsText
 from tbhooks.sinks.flush_hooks import call_before
 from tbhooks.sinks.scalar_selection import is_summarised, scalar_table, scalars_of
@@ -24,6 +25,7 @@ FINDINGS = "tbhooks/findings"
 # How many frames may wait for a row, and how many values they may hold, before every other frame is dropped.
 MAX_WAITING = 128
 MAX_VALUES = 4_000_000
+_LEVELS = {"info": "INFO", "warning": "WARN", "error": "ERROR"}
 
 
 class WandbSink:
@@ -33,17 +35,20 @@ class WandbSink:
         run: a run returned by `wandb.init()`, or the module `wandb` for the current run.
         scalars: the statistics that are logged as scalars, as in `watch`.
         alone: whether nothing else logs to the run, so that no frame has to wait.
+        alerts: the least severity of findings that become wandb alerts: "info", "warning" or "error". Each rule
+            alerts once, and again if it becomes more severe. None for no alerts.
 
     Raises:
-        ArgumentError: if the module is passed and there is no current run.
+        ArgumentError: if the module is passed and there is no current run, or for an unknown severity.
 
     """
 
-    def __init__(self, run: Any, scalars: object = "core", *, alone: bool = False) -> None:
+    def __init__(self, run: Any, scalars: object = "core", *, alone: bool = False, alerts: str | None = None) -> None:
         self._table = scalar_table(scalars)
         self._run = _current(run)
         self._rows = Rows(self._run, alone)
         self._findings = FindingsText()
+        self._alerts = Alerts(alerts)
         self._defined: set[str] = set()
         self._unhook: Callable[[], None] | None = None
         self._run.define_metric(STEP, hidden=True)
@@ -75,6 +80,8 @@ class WandbSink:
         self._rows.add(frame.step, {**numbers, **histograms, STEP: frame.step})
         if self._findings.add(frame.findings):
             self._run.summary[FINDINGS] = str(self._findings)
+        for alert in self._alerts.of(frame.findings):
+            self._run.alert(alert.title, alert.text, level=_LEVELS[alert.severity])
 
     def flush(self) -> None:
         """Not needed: wandb writes on its own. Waiting frames keep waiting."""

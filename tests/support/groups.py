@@ -51,7 +51,7 @@ def _triton() -> str:
 
 
 def _trackers() -> str:
-    return "" if (VENV / "trackers").is_dir() else "MLflow and Aim are not installed (make test-trackers does)"
+    return "" if (VENV / "trackers").is_dir() else "the trackers are not installed (make test-trackers does)"
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import nbformat
 
 from tests.support.processes import wait_for
 
-PATIENCE_MS = 30_000
+PATIENCE_MS = 120_000
 OPTIONS = (
     "--no-browser",
     "--allow-root",

@@ -81,3 +81,9 @@ def summary(directory: Path) -> dict[str, Any]:
 
 def _of_type(directory: Path, name: str) -> Iterator[Any]:
     return (record for record in records(directory) if record.WhichOneof("record_type") == name)
+
+
+def alerts(directory: Path) -> list[tuple[str, str, str]]:
+    """Title, text and level of each alert of the run."""
+    found = [record.alert for record in _of_type(directory, "alert")]
+    return [(alert.title, alert.text, alert.level) for alert in found]

@@ -59,6 +59,9 @@ NEVER_IMPORTED_BY_DEFAULT = (
     "ignite",
     "mlflow",
     "aim",
+    "trackio",
+    "swanlab",
+    "prometheus_client",
 )
 
 
@@ -347,7 +350,10 @@ def in_a_fresh_process(program: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("use", ["", "tbhooks.watch", "tbhooks.WandbSink, tbhooks.MlflowSink, tbhooks.AimSink"])
+SINKS = ", ".join(f"tbhooks.{name}Sink" for name in ("Wandb", "Mlflow", "Aim", "Trackio", "Swanlab", "Prometheus"))
+
+
+@pytest.mark.parametrize("use", ["", "tbhooks.watch", SINKS])
 def test_importing_the_package_loads_nothing_optional(use: str) -> None:
     loaded = f"print([name for name in {NEVER_IMPORTED_BY_DEFAULT} if name in sys.modules])"
     assert in_a_fresh_process(f"import sys, tbhooks, tbhooks.integrations\n{use}\n{loaded}") == "[]\n"

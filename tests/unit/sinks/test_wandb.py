@@ -165,6 +165,23 @@ def test_findings_are_in_the_summary_each_once(run: Any, tmp_path: Path) -> None
     assert text == "warning, step 3: 0 is dead\nerror, step 4: the loss jumped"
 
 
+@pytest.mark.parametrize(("alerts", "told"), [(None, []), ("error", ["ERROR"]), ("warning", ["WARN", "ERROR"])])
+def test_findings_become_alerts_if_that_is_asked_for(
+    alerts: str | None, told: list[str], run: Any, tmp_path: Path
+) -> None:
+    found = Finding(3, Site("0", "activation"), "dead_units", "warning", "0 is dead")
+    other = Finding(4, None, "loss_spike", "error", "the loss jumped")
+    sink = tbhooks.WandbSink(run, alerts=alerts)
+    for step, findings in ((3, [found]), (4, [found, other])):
+        sink.write(make_frame(step, {Site("0", "activation"): [1.0, 2.0]}, findings=findings))
+    sink.close()
+    run.finish()
+    kept = wandb_file.alerts(tmp_path)
+    assert [level for _, _, level in kept] == told
+    if "ERROR" in told:
+        assert kept[-1] == ("tbhooks: loss_spike", "step 4: the loss jumped", "ERROR")
+
+
 def test_a_user_who_logs_rarely_by_another_count_comes_first_and_is_warned(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
