@@ -65,7 +65,8 @@ def stranger(package: str, name: str = "Run") -> Any:
     ],
 )
 def test_what_is_no_writer_is_refused_with_all_that_is(writer: Any) -> None:
-    with pytest.raises(tbhooks.ArgumentError, match=r"a run of wandb, mlflow, aim, trackio or swanlab .* a function that takes a frame"):
+    accepted = r"a run of wandb, mlflow, aim, trackio or swanlab .* a function that takes a frame"
+    with pytest.raises(tbhooks.ArgumentError, match=accepted):
         tbhooks.watch(mlp(), writer)
 
 
