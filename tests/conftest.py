@@ -24,6 +24,7 @@ from tbhooks.api.lifecycle import open_watches
 from tbhooks.reduction import cpu
 from tests.support.slow import COLLECTED
 
+LONG = ("tests/distributed/", "tests/loops/", "tests/unit/test_", "tests/unit/cli/", "tests/unit/api/")
 torch.set_num_threads(1)
 # In CI the same examples every time: a change must not fail for what somebody else's dice find.
 settings.register_profile("ci", derandomize=True)
@@ -33,8 +34,12 @@ if os.environ.get("CI"):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keeps everything that was collected, before `-m` removes some, for the test of the marker `slow`."""
+    """Keeps everything that was collected, before `-m` removes some, for the test of the marker `slow`.
+
+    Files that take long come first: a process that begins one when the others are done would keep them waiting.
+    """
     config.stash[COLLECTED] = list(items)
+    items.sort(key=lambda item: not item.nodeid.startswith(LONG))
 
 
 class ByFile(LoadGroupScheduling):

@@ -281,6 +281,10 @@ def test_graphs_of_the_watch_do_not_use_up_the_limit_on_recompilations() -> None
 # --- Inductor's modes, compiled autograd ----------------------------------------------------------
 
 
+@slow(
+    "half a minute of compiling; on a CPU the mode differs from the default in options of the compiler only",
+    covered_by="test_inductor_trains_bit_for_bit_as_unwatched_and_shows_the_numbers_of_what_it_computes",
+)
 def test_reduce_overhead_trains_as_unwatched_and_sees_everything() -> None:
     case = compiled_case(zoo.ZOO["mlp"], "inductor", mode="reduce-overhead")
     bare = zoo.train(case, 3)

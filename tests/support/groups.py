@@ -23,7 +23,7 @@ from xml.etree import ElementTree as ET
 VENV = Path(sys.prefix)
 CHROMIUM = Path("/usr/bin/chromium")
 # So many processes; TBHOOKS_TEST_PROCESSES=0 runs all tests in one.
-PARALLEL = ("-n", os.environ.get("TBHOOKS_TEST_PROCESSES", "3"), "--dist", "loadgroup")
+PARALLEL = ("-n", os.environ.get("TBHOOKS_TEST_PROCESSES", "3"), "--dist", "loadgroup", "--no-loadscope-reorder")
 TRITON = "tests/unit/reduction/test_triton.py"
 COMPILED = "tests/unit/reduction/test_triton_compiled.py"
 # These have groups of their own, which set up what they need.

@@ -143,7 +143,7 @@ def test_every_notebook_says_what_it_is_for() -> None:
     "file",
     cases(
         {file.stem: file for file in NOTEBOOKS},
-        always={"quickstart", "nan_hunt"},
+        always={"quickstart"},
         reason="ten seconds each; what they show is tested in tests/unit/views, tests/unit/rules and test_bench.py",
     ),
 )

@@ -86,14 +86,14 @@ def allocations() -> int:
     return watched(lambda _: False)[2].asked
 
 
-@pytest.mark.parametrize("is_eighth", [True, pytest.param(False, marks=slow("the other places"))])
-def test_a_failure_at_any_place_costs_at_most_what_was_read_there(is_eighth: bool) -> None:
+@pytest.mark.parametrize("is_sixteenth", [True, pytest.param(False, marks=slow("the other places"))])
+def test_a_failure_at_any_place_costs_at_most_what_was_read_there(is_sixteenth: bool) -> None:
     """Each allocation fails once, in the second step: the third is complete again."""
     expected = train(model(), 3)
     _, complete, device = watched(lambda _: False)
     assert complete.latest is not None
     first, last = device.asked // 3, 2 * device.asked // 3
-    for number in (place for place in range(first, last) if (place % 8 == 0) is is_eighth):
+    for number in (place for place in range(first, last) if (place % 16 == 0) is is_sixteenth):
         weights, watching, failing = watched(lambda i, number=number: i == number)
         assert failing.failed == 1
         assert zoo.raw(weights) == zoo.raw(expected), number

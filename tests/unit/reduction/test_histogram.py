@@ -95,15 +95,15 @@ SMOOTH: dict[str, Callable[[np.random.Generator], NDArray[np.float64]]] = {
 }
 
 
-@pytest.mark.parametrize("q", ["p01", "p25", "p50", "p75", "p99"])
 @pytest.mark.parametrize("name", SMOOTH)
-def test_quantiles_of_smooth_distributions_are_within_five_percent(name: str, q: str) -> None:
+def test_quantiles_of_smooth_distributions_are_within_five_percent(name: str) -> None:
     """At any scale, so wherever the edges fall; a quantile next to zero is judged against the spread."""
     for seed, scale in enumerate(2.0 ** np.arange(0, 1, 0.125)):
         data = (scale * SMOOTH[name](np.random.default_rng(seed))).astype(np.float32)
-        exact = reference.quantile(data, stats.QUANTILES[q])
-        size = max(abs(exact), 0.05 * reference.stats(data)["std"])
-        assert abs(getattr(reduced(torch.from_numpy(data)), q) - exact) <= 0.05 * size, scale
+        reading, std = reduced(torch.from_numpy(data)), reference.stats(data)["std"]
+        for q in ("p01", "p25", "p50", "p75", "p99"):
+            exact = reference.quantile(data, stats.QUANTILES[q])
+            assert abs(getattr(reading, q) - exact) <= 0.05 * max(abs(exact), 0.05 * std), (q, scale)
 
 
 @pytest.mark.parametrize("name", SMOOTH)

@@ -6,6 +6,7 @@ import json
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -182,8 +183,7 @@ def affected_by_everything() -> list[Frame]:
 @every_rule
 @pytest.mark.parametrize("seed", range(6))
 def test_no_frame_makes_a_rule_fail(rule: ShippedRule, seed: int) -> None:
-    dice = np.random.default_rng(seed)
-    frames = [random_frame(dice, 10 * step) for step in range(6)]
+    frames = random_frames(seed)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for count in range(1, 7):
@@ -193,6 +193,12 @@ def test_no_frame_makes_a_rule_fail(rule: ShippedRule, seed: int) -> None:
                 assert f" at step {finding.step}" in finding.message
                 assert ". " in finding.message
                 assert Finding.from_dict(json.loads(json.dumps(finding.to_dict()))) == finding
+
+
+@cache
+def random_frames(seed: int) -> list[Frame]:
+    dice = np.random.default_rng(seed)
+    return [random_frame(dice, 10 * step) for step in range(6)]
 
 
 def random_frame(dice: np.random.Generator, step: int) -> Frame:
