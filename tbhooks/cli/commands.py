@@ -44,6 +44,13 @@ exit codes: 0, or that of the script under "run"; 1 if "check" finds an issue of
 
 def main(arguments: Sequence[str]) -> int:
     """Runs any subcommand but `run`, which `tbhooks.cli.main` handles. Returns the exit code."""
+    options = parser().parse_args(arguments)
+    code: int = options.verb(options)
+    return code
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of all subcommands. That of `run` is in `tbhooks.cli.run.options`. The docs show both."""
     parser = argparse.ArgumentParser(
         prog="tbhooks",
         description="Monitoring and diagnosis of PyTorch training, for TensorBoard.",
@@ -61,9 +68,7 @@ def main(arguments: Sequence[str]) -> int:
     _add_burst(verbs.add_parser("burst", help="have a training that is running log its next steps in full"))
     listing = verbs.add_parser("rules", help="list diagnostic rules")
     listing.set_defaults(verb=_rules)
-    options = parser.parse_args(arguments)
-    code: int = options.verb(options)
-    return code
+    return parser
 
 
 # --- demo ---------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from tbhooks.data.grids import is_of_site
 from tbhooks.data.roles import pattern
 from tbhooks.data.stats import Floats
 from tbhooks.runs.bit_comparison import BitComparison, compare_bits
-from tbhooks.runs.report_data import own_scalars, run_grids
+from tbhooks.runs.report_data import DOCUMENT_VERSION, own_scalars, run_grids
 from tbhooks.runs.run import Run
 
 SHARE = 0.10
@@ -66,7 +66,8 @@ class Comparison:
         return alone > 0 and self.common < 0.2 * (self.common + alone)
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """Plain Python values, with the version of the document: `docs/comparison.schema.json`."""
+        return {"version": DOCUMENT_VERSION, **asdict(self)}
 
 
 def compare(first: Run, second: Run) -> Comparison:

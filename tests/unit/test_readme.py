@@ -58,9 +58,3 @@ def test_every_option_of_watch_is_in_the_readme() -> None:
 
 def test_the_version_is_the_same_everywhere() -> None:
     assert f'version = "{tbhooks.__version__}"' in (ROOT / "pyproject.toml").read_text()
-
-
-def test_llms_txt_lists_pages_that_are_there() -> None:
-    pages = re.findall(r"\]\((.*?)\)", (ROOT / "docs" / "llms.txt").read_text(encoding="utf-8"))
-    assert len(pages) > 20
-    assert [page for page in pages if not (ROOT / "docs" / page).is_file()] == []

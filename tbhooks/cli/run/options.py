@@ -92,7 +92,7 @@ def _target(words: Sequence[str]) -> Target | None:
 def parse(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[Options, Target]:
     """Parses options and their environment variables. Raises ArgumentError for an unknown name or a wrong value."""
     ours, target = split(arguments)
-    given, unknown = _parser().parse_known_args(ours)
+    given, unknown = parser().parse_known_args(ours)
     check_names("option", [word.partition("=")[0] for word in unknown], [f"--{name}" for name in _PARSERS])
     if target is None:
         raise ArgumentError("no script given; see tbhooks run --help")
@@ -112,7 +112,8 @@ def _value(name: str, text: str | None, environment: Mapping[str, str]) -> Any:
         raise ArgumentError(f"{variable}: {problem}") from None
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
+    """The parser of the options of `tbhooks run`. The docs show it."""
     run = argparse.ArgumentParser(
         prog="tbhooks run",
         usage="tbhooks run [options] (script.py | -m package.module) [arguments of the script]",
