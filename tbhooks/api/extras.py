@@ -16,6 +16,7 @@ from tbhooks.capture.hooks.collectors import Collector
 from tbhooks.capture.scalars import metrics
 from tbhooks.capture.scalars.checksums import StepChecksums
 from tbhooks.capture.scalars.noise_scale import NoiseScale
+from tbhooks.capture.scalars.norm_gradients import NormGradients
 from tbhooks.capture.scalars.training_metrics import PARTS
 from tbhooks.capture.selection import unwrap
 from tbhooks.capture.session import CaptureSession
@@ -160,8 +161,10 @@ class Extras:
     def noise_scale(self) -> None:
         session = self._session
         if self._lifecycle.is_active and session.parameters.noise is None:
+            norms = NormGradients(self._report)
+            session.observer.add_collector(norms)
             session.parameters.noise = NoiseScale(
-                session.recorder, session.forwards, session.parameters.watched, session.is_logging, self._report
+                session.recorder, session.forwards, session.parameters.watched, session.is_logging, norms, self._report
             )
 
     def log_every(self, n: int) -> None:

@@ -1,15 +1,17 @@
-"""The gradient noise scale of `Watch.noise_scale`, from the gradients of micro-batches and of ranks.
+"""The gradient noise scale of `Watch.noise_scale`, from the gradients of micro-batches, of ranks, or of samples.
 
 McCandlish et al. 2018, "An empirical model of large-batch training", appendix A: the squared norms of a small and of a
 large batch's gradient give unbiased estimates of the trace of the gradients' covariance and of the squared norm of the
 true gradient. Both are averaged over logged steps, and the noise scale is the ratio of the averages. All of it stays on
 the device until the copy of the step. The hooks on parameters see a gradient before it is accumulated, and before DDP
-averages it.
+averages it. A step with one batch on one rank has no such gradients: there those of single samples with respect to
+normalisation layers are used (norm_gradients.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from tbhooks.capture.autograd import accumulation_node, without_dispatch_modes
 from tbhooks.capture.hooks.forward_event import ForwardEvent, Sizes
 from tbhooks.capture.parameters.grad_norm import total_norm
 from tbhooks.capture.recording.recorder import Recorder
+from tbhooks.capture.scalars.norm_gradients import NormGradients
 from tbhooks.data.frame import CRITICAL_BATCH, NOISE_PARTS, NOISE_SCALE
 from tbhooks.data.self_report import Report
 
@@ -28,11 +31,23 @@ DECAY = 0.95
 """How much of the running means stays from one logged step to the next."""
 TOO_FEW = (
     "needs the gradients of several batches in a step: accumulate gradients over micro-batches, or train with "
-    "DistributedDataParallel"
+    "DistributedDataParallel; or normalisation layers (not BatchNorm) outside of compiled graphs and checkpoints whose "
+    "inputs have the samples as their first dimension"
 )
 GATHERED = "FSDP reduces gradients while backward runs: those of a single rank or micro-batch are not seen"
 NO_SIZES = "the model was called without a tensor, so that the number of samples in a batch is not known"
 NO_GRADIENTS = 'needs "weight_gradient" in kinds of watch()'
+
+
+@dataclass(frozen=True)
+class _Squares:
+    """Squared norms of gradients of one step: the mean of those of its batches, and that of their mean."""
+
+    each: Tensor
+    mean: Tensor
+    batches: int
+    samples: float
+    """In each batch."""
 
 
 class NoiseScale:
@@ -40,9 +55,10 @@ class NoiseScale:
 
     def __init__(
         self, recorder: Recorder, forwards: ForwardEvent, parameters: Callable[[], Mapping[int, nn.Parameter]],
-        is_logging: Callable[[], bool], report: Report,
+        is_logging: Callable[[], bool], norms: NormGradients, report: Report,
     ) -> None:  # fmt: skip
         self._recorder = recorder
+        self._norm_gradients = norms
         self._parameters = parameters
         self._is_logging = is_logging
         self._report = report
@@ -59,6 +75,7 @@ class NoiseScale:
         self._norms: list[Tensor] = []
         self._small: list[Tensor] = []
         self._large: Tensor | None = None
+        self._scale: Tensor | None = None
         self._samples = self._forwards = 0
         self._world = 1
         self._why = ""
@@ -88,6 +105,7 @@ class NoiseScale:
     def backward_ended(self, norm: Tensor | None, scale: Tensor | None) -> None:
         """A backward has ended. `norm` is that of all gradients accumulated so far, divided by the loss scale."""
         norms, self._norms = self._norms, []
+        self._scale = scale
         if not norms or norm is None:
             self._why = self._why or ("" if norm is not None else NO_GRADIENTS)
             return
@@ -98,30 +116,44 @@ class NoiseScale:
 
     def log(self) -> None:
         """Adds the noise scale to the step that ends."""
-        batches = len(self._small)
-        if batches * self._world < 2:
-            self._why = self._why or TOO_FEW
-        elif batches != self._forwards:
-            self._why = (
-                f"a step has {self._forwards} forwards and {batches} backwards: which of them belong together is not "
-                "known"
-            )
-        if self._why or self._large is None:
+        with torch.no_grad():
+            squares = self._squares()
+        if squares is None:
             self._report.mark_unseen(NOISE_SCALE, self._why or TOO_FEW, replace=True)
             self._recorder.scalar(NOISE_SCALE, float("nan"))
             self._recorder.scalar(CRITICAL_BATCH, float("nan"))
         else:
             self._report.mark_seen(NOISE_SCALE)
-            self._recorder.scalars(NOISE_PARTS, self._updated(torch.stack(self._small).mean(), self._large))
+            self._recorder.scalars(NOISE_PARTS, self._updated(squares))
         self.forget()
 
-    def _updated(self, small: Tensor, large: Tensor) -> Tensor:
+    def _squares(self) -> _Squares | None:
+        batches = len(self._small)
+        if batches * self._world < 2 or self._why == GATHERED:
+            return self._of_samples() if self._forwards == 1 else None
+        if batches != self._forwards:
+            self._why = (
+                f"a step has {self._forwards} forwards and {batches} backwards: which of them belong together is not "
+                "known"
+            )
+        if self._why or self._large is None:
+            return None
+        mean = self._large / batches**2
+        return _Squares(torch.stack(self._small).mean(), mean, batches * self._world, self._samples / batches)
+
+    def _of_samples(self) -> _Squares | None:
+        found = self._norm_gradients.squares(self._samples)
+        if found is None:
+            return None
+        each, mean = found
+        scale = 1.0 if self._scale is None else self._scale.to(each.device).square()
+        return _Squares(each / scale, mean / scale, self._samples, 1.0)
+
+    def _updated(self, of: _Squares) -> Tensor:
         """The running means of trace and signal; and the sum and number of the noise scales that followed from them."""
-        batches, samples = len(self._small), self._samples / self._forwards
-        whole, large = batches * self._world, large / batches**2
-        noise = (small - large) / (1 - 1 / whole)
-        signal = large - noise / whole
-        new = torch.stack([noise * samples, signal])
+        noise = (of.each - of.mean) / (1 - 1 / of.batches)
+        signal = of.mean - noise / of.batches
+        new = torch.stack([noise * of.samples, signal])
         if self._means is None or self._means.device != new.device:
             self._means = new.new_zeros(5)  # the two means, their weight, the sum and number of noise scales
         old = self._means
