@@ -286,7 +286,7 @@ def sum_words(words: Tensor) -> Tensor:
     with _current(words.device):
         kernels.sum_words[(programs,)](
             words.data_ptr(), words.numel(), each, sums.data_ptr(), WORD=getattr(kernels.tl, WORDS[words.dtype]),
-            STRETCH=STRETCH,
+            STRETCH=STRETCH, **OPTIONS,
         )  # fmt: skip
     return sums
 

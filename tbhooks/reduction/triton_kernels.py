@@ -112,14 +112,14 @@ def _merged(n, mean, m2, m3, m4, other_n, other_mean, other_m2, other_m3, other_
 
 @triton.jit
 def _loaded(address, i, size, inside, DTYPE: tl.constexpr, STRETCH: tl.constexpr):  # noqa: N803
-    """Stretch number `i` as float32: with loads of 16 bytes if it is whole and aligned, else element by element."""
+    """Stretch number `i`: with loads of 16 bytes if it is whole and aligned, else element by element."""
     place = i * STRETCH + tl.arange(0, STRETCH)
     if ((i + 1) * STRETCH <= size) & (address % ALIGNMENT == 0):
         aligned = tl.multiple_of(address.to(tl.pointer_type(DTYPE)), ALIGNMENT)
         x = tl.load(aligned + place)
     else:
-        x = tl.load(address.to(tl.pointer_type(DTYPE)) + place, mask=inside, other=0.0)
-    return _widened(x)
+        x = tl.load(address.to(tl.pointer_type(DTYPE)) + place, mask=inside, other=0)
+    return x
 
 
 INTEGERS = ["table", "address", "minus", "scale", "size", "each", "partial", "counts", "slot", "row"]
@@ -173,9 +173,9 @@ def _reduce_share(address, minus, scale, size, partial, counts, DTYPE: tl.conste
     found = tl.zeros((TABLE,), tl.int32)
     for i in range((size + STRETCH - 1) // STRETCH):
         inside = i * STRETCH + tl.arange(0, STRETCH) < size
-        x = _loaded(address, i, size, inside, DTYPE, STRETCH)
+        x = _widened(_loaded(address, i, size, inside, DTYPE, STRETCH))
         if minus != 0:
-            x -= _loaded(minus, i, size, inside, DTYPE, STRETCH)
+            x -= _widened(_loaded(minus, i, size, inside, DTYPE, STRETCH))
         if scale != 0:
             x = tl.div_rn(x, divisor)
         finite = inside & (tl.abs(x) < INFINITY)
@@ -258,7 +258,10 @@ def merge_rows(slots: tl.int64, PROGRAMS: tl.constexpr):  # noqa: N803
     tl.store(row + ROW_BASE, 0.0)
 
 
-@triton.jit(do_not_specialize=["address", "size", "each", "out"])
+WORD_INTEGERS = ["address", "size", "each", "out"]
+
+
+@triton.jit(do_not_specialize=WORD_INTEGERS)
 def sum_words(
     address: tl.int64, size: tl.int64, each: tl.int64, out: tl.int64, WORD: tl.constexpr, STRETCH: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
@@ -266,9 +269,9 @@ def sum_words(
     first = tl.program_id(0).to(tl.int64) * each
     total = tl.zeros((), tl.int64)
     squares = tl.zeros((), tl.int64)
-    for i in range(each):
-        place = (first + i) * STRETCH + tl.arange(0, STRETCH)
-        word = tl.load(address.to(tl.pointer_type(WORD)) + place, mask=place < size, other=0).to(tl.int64)
+    for i in range(first, first + each):
+        inside = i * STRETCH + tl.arange(0, STRETCH) < size
+        word = _loaded(address, i, size, inside, WORD, STRETCH).to(tl.int64)
         total += tl.sum(word)
         squares += tl.sum(word * word)
     sums = out.to(tl.pointer_type(tl.int64))

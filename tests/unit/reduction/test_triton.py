@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import tbhooks
-from tbhooks.data import stats
-from tbhooks.reduction import cpu, histogram, triton
+from tbhooks.data import checksums, stats
+from tbhooks.reduction import checksum, cpu, histogram, triton
 from tbhooks.reduction.cpu import NULL
 from tests.support import float64_recorder, reference, zoo
 from tests.support.tensors import DISTRIBUTIONS, SEEDS, assert_same_stats, every_value, reader, tensor_of
@@ -191,6 +191,37 @@ def test_a_step_that_needs_more_memory_than_the_last_loses_nothing(monkeypatch: 
     assert len(scratch.tensors) == 2  # one block of partial rows, one of slots
 
 
+# --- Checksums of bits ------------------------------------------------------------------------------
+
+
+def checksum_of(tensor: Tensor) -> int:
+    words = checksum.bits_of(tensor)
+    assert words is not None
+    sums, squares = triton.sum_words(words).tolist()
+    return checksums.combine(sums, squares, words.numel())
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(1, 700), st.sampled_from(TYPES), st.sampled_from([*DISTRIBUTIONS]), SEEDS)
+def test_the_checksum_is_that_of_integers_of_any_size(n: int, dtype: torch.dtype, distribution: str, seed: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton, "STRETCH", 64)
+        patch.setattr(triton, "MOST_PROGRAMS", 3)
+        tensor = tensor_of((n,), dtype, distribution, "contiguous", seed)
+        assert checksum_of(tensor) == reference.checksum(tensor)
+        if n > 1:  # at an address that is not aligned
+            assert checksum_of(tensor[1:]) == reference.checksum(tensor[1:])
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_sums_beyond_64_bits_wrap_around_as_those_of_the_c_kernel(dtype: torch.dtype) -> None:
+    tensor = torch.full((30_000,), -torch.finfo(dtype).max, dtype=dtype)
+    words = checksum.bits_of(tensor)
+    assert words is not None
+    assert checksum_of(tensor) == reference.checksum(tensor)
+    assert triton.sum_words(words).tolist() == checksum._sums_by_torch(words).tolist()
+
+
 # --- What a whole recorder makes of it ------------------------------------------------------------
 
 
@@ -211,6 +242,30 @@ def test_a_watched_training_reads_what_the_reference_reads() -> None:
     assert made[0].stats.errors == 0
     for frame, step in zip(made[0].history, expected, strict=True):
         float64_recorder.assert_frame_equals(frame, step)
+
+
+@pytest.mark.usefixtures("cpu_is_gpu")
+def test_checksums_of_a_watched_training_are_those_of_the_c_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    def trained() -> tuple[tbhooks.Watch, dict[object, int | None]]:
+        made: list[tbhooks.Watch] = []
+        zoo.train(zoo.ZOO["mlp"], 2, before=lambda model: made.append(tbhooks.watch(model, every=1).checksums()))
+        made[0].close()
+        assert made[0].stats.errors == 0
+        assert made[0].latest is not None
+        return made[0], {site: made[0].latest[site.name, site.kind].checksum for site in made[0].latest.sites}
+
+    summed: list[torch.dtype] = []
+    sum_words = triton.sum_words
+    monkeypatch.setattr(triton, "_sums_words", set())
+    monkeypatch.setattr(triton, "sum_words", lambda words: (summed.append(words.dtype), sum_words(words))[1])
+    _, of_triton = trained()
+    assert summed[:2] == [torch.int32, torch.int16]  # compiled when checksums() is called
+    assert len(summed) - 2 > len(of_triton)  # in two steps
+    monkeypatch.setattr(triton, "_sums_words", set())
+    monkeypatch.setattr(triton, "is_on_gpu", lambda _: False)
+    _, of_torch = trained()
+    assert of_triton == of_torch
+    assert None not in of_triton.values()
 
 
 def test_cpu_tensors_are_left_to_others() -> None:

@@ -36,6 +36,7 @@ pytestmark = pytest.mark.skipif(
 )
 CUDA, HIP = ("sm_80", "sm_89", "sm_90"), ("gfx942",)
 TYPES = ("float32", "bfloat16", "float16")
+WORDS = ("int32", "int16")
 REGISTERS = 160
 
 
@@ -48,7 +49,7 @@ def cold_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @cache
 def compiled(architecture: str, dtype: str | None) -> Any:
-    """The kernel for a type, or with None the one that merges, compiled ahead of time."""
+    """The kernel for a type, for checksums that of integers, or with None the one that merges; ahead of time."""
     import triton as package
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -61,9 +62,13 @@ def compiled(architecture: str, dtype: str | None) -> Any:
         constants: dict[str, Any] = {"PROGRAMS": triton.MOST_PROGRAMS}
         kernel, integers, options = kernels.merge_rows, ["slots"], dict(triton.FUSION)
     else:
-        constants = {"DTYPE": getattr(kernels.tl, dtype), "STRETCH": triton.STRETCH}
-        kernel, integers, options = kernels.reduce_rows, kernels.INTEGERS, dict(triton.OPTIONS)
-        options = options if is_cuda else {k: v for k, v in options.items() if k != "maxnreg"}
+        element, constants = getattr(kernels.tl, dtype), {"STRETCH": triton.STRETCH}
+        kernel, integers, name = (
+            (kernels.sum_words, kernels.WORD_INTEGERS, "WORD") if dtype in WORDS
+            else (kernels.reduce_rows, kernels.INTEGERS, "DTYPE")
+        )  # fmt: skip
+        constants[name] = element
+        options = {k: v for k, v in triton.OPTIONS.items() if is_cuda or k != "maxnreg"}
     signature = dict.fromkeys(integers, "i64") | dict.fromkeys(constants, "constexpr")
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs={})
     return package.compile(source, target=target, options=options)
@@ -85,7 +90,7 @@ def disassembled(code: Any, tmp_path: Path) -> tuple[int, list[str]]:
     return int(registers[1]), re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", text)
 
 
-@pytest.mark.parametrize("dtype", [*TYPES, None])
+@pytest.mark.parametrize("dtype", [*TYPES, *WORDS, None])
 @pytest.mark.parametrize("architecture", CUDA)
 def test_it_compiles_for_nvidia_without_spills_and_in_few_registers(
     architecture: str, dtype: str | None, tmp_path: Path
@@ -95,7 +100,7 @@ def test_it_compiles_for_nvidia_without_spills_and_in_few_registers(
     assert not [name for name in instructions if name.startswith(("STL", "LDL"))]
 
 
-@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("dtype", [*TYPES, *WORDS])
 @pytest.mark.parametrize("architecture", CUDA)
 def test_whole_stretches_are_loaded_sixteen_bytes_at_a_time(architecture: str, dtype: str, tmp_path: Path) -> None:
     _, instructions = disassembled(compiled(architecture, dtype), tmp_path)
@@ -103,7 +108,7 @@ def test_whole_stretches_are_loaded_sixteen_bytes_at_a_time(architecture: str, d
     assert wide == _wide_loads(dtype, threads=32 * triton.OPTIONS["num_warps"])
 
 
-@pytest.mark.parametrize("dtype", [*TYPES, None])
+@pytest.mark.parametrize("dtype", [*TYPES, *WORDS, None])
 @pytest.mark.parametrize("architecture", HIP)
 def test_it_compiles_for_amd_without_spills_and_with_wide_loads(architecture: str, dtype: str | None) -> None:
     assembly = compiled(architecture, dtype).asm["amdgcn"]
@@ -116,8 +121,10 @@ def test_it_compiles_for_amd_without_spills_and_with_wide_loads(architecture: st
 
 
 def _wide_loads(dtype: str, threads: int) -> int:
-    """How many loads of 16 bytes a thread makes for a stretch: of the numbers, and of those that are subtracted."""
-    return 2 * triton.STRETCH * (4 if dtype == "float32" else 2) // (16 * threads)
+    """How many loads of 16 bytes a thread makes for a stretch: of the numbers, and of those that are subtracted; for
+    checksums nothing is.
+    """
+    return (1 if dtype in WORDS else 2) * triton.STRETCH * (4 if dtype in ("float32", "int32") else 2) // (16 * threads)
 
 
 # --- Variants and devices, with a fake driver -----------------------------------------------------
@@ -134,11 +141,13 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
     monkeypatch.setattr(triton, "_begun", set())
     monkeypatch.setattr(triton, "failure", "")
     monkeypatch.setattr(cpu, "library", None)
-    for kernel in (kernels.reduce_rows, kernels.merge_rows):
+    monkeypatch.setattr(triton, "_sums_words", set())
+    for kernel in (kernels.reduce_rows, kernels.merge_rows, kernels.sum_words):
         kernel.device_caches.clear()
     with fake_triton_driver.installed() as made:
         yield made
-        for kernel in (kernels.reduce_rows, kernels.merge_rows):  # unloading them needs the driver that loaded them
+        # Unloading them needs the driver that loaded them.
+        for kernel in (kernels.reduce_rows, kernels.merge_rows, kernels.sum_words):
             kernel.device_caches.clear()
         gc.collect()
 
@@ -150,7 +159,7 @@ def compilations() -> Iterator[list[str]]:
 
     found: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        for kernel in (kernels.reduce_rows, kernels.merge_rows):
+        for kernel in (kernels.reduce_rows, kernels.merge_rows, kernels.sum_words):
             compile_it = kernel._do_compile
 
             def counted(*args: Any, compile_it: Any = compile_it, kernel: Any = kernel, **options: Any) -> Any:
@@ -196,6 +205,24 @@ def test_four_variants_serve_a_whole_model_and_none_is_compiled_in_a_step(
     assert re.search(r"compiled or loaded in \d+\.\d s", said[0])
 
 
+def test_checksums_have_two_more_variants_which_are_compiled_when_they_are_asked_for(driver: FakeDriver) -> None:
+    model = Mixed()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with compilations() as found, tbhooks.watch(model, every=1) as watching:
+        before = len(found)
+        watching.checksums()
+        assert found[before:] == ["sum_words"] * 2
+        for size in (4, 700):
+            driver.launches.clear()
+            model(torch.randn(size, 40)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        watching.flush()
+    assert len(found) == before + 2
+    assert watching.stats.errors == 0
+    assert {launch.kernel for launch in driver.launches} == {"reduce_rows", "merge_rows", "sum_words"}
+
+
 def test_rows_of_a_step_are_merged_in_one_launch_and_parameters_read_in_one(driver: FakeDriver) -> None:
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(10)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -232,7 +259,9 @@ def test_a_launch_is_made_under_the_device_of_the_tensor(driver: FakeDriver, mon
     scratch.reduce(job)
     scratch.reduce_all([job])
     scratch.merge()
-    assert [launch.device for launch in driver.launches] == [1, 1, 1]
+    monkeypatch.setattr(triton, "_current", lambda _: Current(torch.device("cuda", 1)))
+    triton.sum_words(torch.ones(5, dtype=torch.int32))
+    assert [launch.device for launch in driver.launches] == [1, 1, 1, 1]
     assert driver.device == 0
 
 
