@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import shutil
@@ -22,6 +23,7 @@ from xdist.scheduler import LoadGroupScheduling
 
 from tbhooks.api.lifecycle import open_watches
 from tbhooks.reduction import cpu
+from tests.support.process_pool import ProcessPool
 from tests.support.slow import COLLECTED
 
 LONG = ("tests/distributed/", "tests/loops/", "tests/unit/test_", "tests/unit/cli/", "tests/unit/api/")
@@ -64,6 +66,13 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[ProcessPool]:
+    """One process that forks the ranks of every test."""
+    with contextlib.closing(ProcessPool()) as made:
+        yield made
 
 
 @pytest.fixture

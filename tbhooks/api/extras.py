@@ -37,6 +37,9 @@ from tbhooks.reduction import cpu, triton
 from tbhooks.reduction.metrics import READY
 from tbhooks.sinks import Sink
 
+# Two sums of eight bytes for each record of a module; a parameter with optimizer state has twice as many.
+CHECKSUM_BYTES = 2 * 8 * 4
+
 
 class Extras:
     """Adds collectors to the session and submits artifacts. Ranks that do not write only check the arguments.
@@ -104,6 +107,7 @@ class Extras:
                 rank_group = self._lifecycle.context.rank_group
                 if rank_group is not None:
                     rank_group.reserve(collector.rows)
+                self._session.host_memory.add(beside=16 * collector.rows)
                 with self._report.guarded("experts"):
                     self._session.observer.add_collector(collector)
 
@@ -129,6 +133,7 @@ class Extras:
         if made.name in recorder.metrics.names:
             raise ArgumentError(f"there is a metric named {made.name!r} already: choose another name")
         recorder.metrics.add(made)
+        self._session.host_memory.add(of_module=8 * metrics.MOST_NUMBERS, of_parameter=8 * metrics.MOST_NUMBERS)
         if self._lifecycle.is_active:
             with self._report.guarded("metric"):
                 self._session.observer.add_collector(metrics.MetricHooks(recorder.metrics))
@@ -153,9 +158,10 @@ class Extras:
     def optimizer_state(self) -> None:
         model = self._model()
         if model is not None and self._lifecycle.is_active:
-            rank_group = self._lifecycle.context.rank_group
+            rank_group, records = self._lifecycle.context.rank_group, len((*OPTIMIZER_KINDS, *OPTIMIZER_PARTS))
             if rank_group is not None:
-                rank_group.reserve(len((*OPTIMIZER_KINDS, *OPTIMIZER_PARTS)) * len(list(model.parameters())))
+                rank_group.reserve(records * len(list(model.parameters())))
+            self._session.host_memory.add(records=records)
             self._session.parameters.read_optimizer_state()
 
     def noise_scale(self) -> None:
@@ -196,6 +202,7 @@ class Extras:
             triton.prepare_words(parameter)
         for recorder in (self._session.recorder, self._session.evaluation.recorder):
             recorder.checksums = recorder.checksums or StepChecksums(self._report)
+        self._session.host_memory.add(of_module=CHECKSUM_BYTES, of_parameter=2 * CHECKSUM_BYTES)
         self.environment()
 
     def profile(self, steps: tuple[int, int]) -> None:

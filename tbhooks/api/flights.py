@@ -19,7 +19,7 @@ from tbhooks.capture.flight.recorder import DETAILS, FlightRecorder
 from tbhooks.capture.flight.rows import FlightCopy
 from tbhooks.capture.session import CaptureSession
 from tbhooks.data.artifacts import FlightsLeftOut
-from tbhooks.data.artifacts.flights import Flight
+from tbhooks.data.artifacts.flights import Flight, Named
 from tbhooks.data.errors import ArgumentError, check_integer, check_names
 from tbhooks.data.frame import Finding, Frame
 from tbhooks.data.process.remote import is_remote
@@ -58,15 +58,18 @@ class Flights:
         if on_signal:
             self._handle_signal()
         self._recorder.start(length, detail, burst_steps, self._send)
+        summary, ring = self._recorder.sizes()
+        self._session.host_memory.add(beside=summary, other=ring)
         group, sinks = self._lifecycle.context.rank_group, self._lifecycle.run_directory
         if group is not None:
             directory = None if sinks is None or is_remote(sinks) else Path(sinks).absolute()
             rank = self._lifecycle.context.rank
-            self._exchange = FlightExchange(rank, group.world, self._recorder.request, self._say, directory)
+            self._exchange = FlightExchange(rank, group.world, self._request, self._say, directory)
             self._worker.add_poll(self._exchange.poll)
         self._session.samples.subscribe(self._recorder.samples)
         self._actions.on_finding(self._on_finding)
         self._lifecycle.at_end(self._at_end)
+        self._lifecycle.at_end_in_background(self._dump_rest, self._finish)
 
     def dump(self, reason: str) -> None:
         if not isinstance(reason, str) or not reason:
@@ -86,6 +89,10 @@ class Flights:
         if self._exchange is not None:
             self._exchange.dumped(flight)
 
+    def _request(self, reason: str, named: Named | None) -> None:
+        """The first rank asks for a dump."""
+        self._recorder.request(reason, named=named)
+
     def _say(self, left_out: str) -> None:
         """Writes what is missing in the run."""
         self._lifecycle.report.log_once(f"flight recorder: {left_out}")
@@ -93,22 +100,41 @@ class Flights:
 
     def _on_finding(self, finding: Finding) -> None:
         if finding.severity != "info":
-            where = "" if finding.site is None else f" at {finding.site}"
-            self._recorder.request(f"finding {finding.rule}{where} at step {finding.step}", is_automatic=True)
+            site, rank = finding.site, finding.evidence.get("rank")
+            where = "" if site is None else f" at {site}" if rank is None else f" at {site} of rank {rank:g}"
+            # The norms in the ring do not show them.
+            is_unseen = site is not None and (site.kind == "weight" or finding.rule == "replica_drift")
+            named = (finding.step, site.path) if site is not None and is_unseen else None
+            reason = f"finding {finding.rule}{where} at step {finding.step}"
+            self._recorder.request(reason, is_automatic=True, named=named)
 
     def _at_end(self, failed: bool) -> None:
-        """When capture ends: dumps if an exception or a signal ended it, and writes what was left out."""
+        """When capture ends: dumps at once if an exception or a signal ended it."""
         self._restore_signal()
         reason = _why_failed() if failed else None
         if reason is not None:
             self._recorder.dump(reason, self._session.clock.count, at_end=True)
+
+    def _dump_rest(self) -> None:
+        """In the background thread, when all steps are judged: makes the dump that is still due."""
+        if self._exchange is not None and not self._recorder.is_end_dumped:
+            self._exchange_or_report(self._exchange.take_last_requests)
+        self._recorder.finish()
+
+    def _finish(self) -> None:
+        """In the background thread, after the last dump: writes what was left out."""
         if self._exchange is not None:
-            with self._lifecycle.report.guarded("dumps of other ranks"):
-                self._exchange.close()
+            self._exchange_or_report(self._exchange.close)
         if self._recorder.left_out:
             self._worker.submit(
                 ArtifactStep((FlightsLeftOut(tuple(self._recorder.left_out)),), self._session.clock.count)
             )
+
+    def _exchange_or_report(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as problem:  # the store of the job may be gone
+            self._lifecycle.report.error("dumps of other ranks", problem)
 
     # SIGUSR1.
 

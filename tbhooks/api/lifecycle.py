@@ -77,6 +77,7 @@ class Lifecycle:
         self._worker = worker
         self._evaluation_sinks: tuple[Sink, ...] = ()
         self._at_end: list[Callable[[bool], None]] = []
+        self._last_calls: tuple[Callable[[], None], ...] = ()
         self._has_stopped = False
         self._is_model_gone = False
 
@@ -93,6 +94,12 @@ class Lifecycle:
     def at_end(self, callback: Callable[[bool], None]) -> None:
         """Calls `callback(failed)` when capture ends, while artifacts can still be submitted."""
         self._at_end.append(callback)
+
+    def at_end_in_background(self, *calls: Callable[[], None]) -> None:
+        """Has the background thread make these calls before it closes the sinks, each after everything that was
+        submitted before is judged and written.
+        """
+        self._last_calls += calls
 
     def start(self) -> None:
         """Opens the watch: it captures from now on, until it closes or the model is garbage-collected."""
@@ -140,7 +147,7 @@ class Lifecycle:
             return
         self.session.stop(is_failing=is_failing())
         self._end(failed=is_failing())
-        self._worker.finish()
+        self._worker.finish(*self._last_calls)
         self._has_stopped = True  # last: an interrupt before this repeats it
 
     def model_is_gone(self) -> None:
@@ -151,7 +158,7 @@ class Lifecycle:
         if self.is_active:
             self._is_model_gone = True
             self._end(failed=False)
-            self._worker.finish(partial(self.session.settle, for_good=True))
+            self._worker.finish(partial(self.session.settle, for_good=True), *self._last_calls)
 
     def abandon(self) -> None:
         """Stops everything without writing: for a forked child, where the background thread does not exist."""

@@ -16,7 +16,6 @@ from tbhooks.api.finding_actions import FindingActions
 from tbhooks.api.handle import Watch
 from tbhooks.api.lifecycle import Lifecycle
 from tbhooks.capture.rank_context import RankContext, this_rank
-from tbhooks.capture.recording.device_buffer import reserve_host_memory
 from tbhooks.capture.schedule import Bursts, Schedule
 from tbhooks.capture.selection import Selector, is_keras, unwrap
 from tbhooks.capture.session import CaptureSession
@@ -130,7 +129,7 @@ def _start(
         report.log_once(OLD_KERNEL.format(cpu.failure))
     if life.is_active:
         triton.prepare_for(model.parameters())
-        reserve_host_memory(model)
+        session.host_memory.reserve()
         life.start()
     return watching
 

@@ -22,6 +22,7 @@ from tbhooks.capture.hooks.forward_event import ForwardEvent
 from tbhooks.capture.hooks.observer import Observer
 from tbhooks.capture.parameters.parameter_reader import ParameterReader
 from tbhooks.capture.rank_context import RankContext
+from tbhooks.capture.recording.host_memory import HostMemory
 from tbhooks.capture.recording.packed_step import PackedStep
 from tbhooks.capture.recording.recorder import Recorder
 from tbhooks.capture.scalars.step_samples import SampleCall, StepSamples
@@ -54,6 +55,7 @@ class CaptureSession:
         self.raise_if_asked = raise_if_asked  # what the user has asked for with on_nonfinite("raise")
         self.schedule, self._bursts = schedule, bursts
         self._logged_steps = LoggedSteps(schedule, bursts, context)
+        self.host_memory = HostMemory(self._model)
         self.recorder = Recorder(kinds)
         self.observer = Observer(model, selector, self.recorder, self, report)
         self.forwards = ForwardEvent(self._model, self.observer.gate, self.observer.graph_capture, report)

@@ -50,9 +50,9 @@ class Step(Protocol):
 
 @dataclass(frozen=True)
 class _SubmitLast:
-    """Has the background thread submit the last steps, and then close."""
+    """Has the background thread make these calls, each after everything that was submitted before, and then close."""
 
-    submit: Callable[[], None]
+    calls: tuple[Callable[[], None], ...]
 
 
 Item = Step | Callable[[Sink], None] | _SubmitLast
@@ -158,16 +158,16 @@ class Worker:
         with self._changed:
             return not self._queue and not self._busy
 
-    def finish(self, last: Callable[[], None] | None = None) -> None:
+    def finish(self, *last: Callable[[], None]) -> None:
         """Closes without waiting: the thread writes what is left and ends.
 
-        `last` is called in the thread after everything that was submitted so far. What it submits is written, too.
+        Each of `last` is called in the thread after everything that was submitted before, also by the one before it.
         """
         with self._changed:
             if self._finished_at is None:
                 self._finished_at = time.monotonic()
-                self._enqueue(_close if last is None else _SubmitLast(last))
-                self._closed = last is None
+                self._enqueue(_SubmitLast(last) if last else _close)
+                self._closed = not last
 
     def abandon(self) -> None:
         """In a forked child, where the thread does not exist: drops everything, and does nothing from now on."""
@@ -235,14 +235,15 @@ class Worker:
                 self._report.error("looking for requests", problem)
 
     def _submit_last(self, last: _SubmitLast) -> None:
+        first, *others = last.calls
         try:
-            last.submit()
+            first()
         except CAUGHT as problem:
             self._report.error("submitting the last step", problem)
         with self._changed:
             if not self._closed:
-                self._enqueue(_close)
-                self._closed = True
+                self._enqueue(_SubmitLast(tuple(others)) if others else _close)
+                self._closed = not others
 
     def _write(self, step: Step) -> None:
         try:

@@ -17,10 +17,13 @@ from typing import Any
 
 from torch import distributed
 
-from tbhooks.data.artifacts.flights import DIRECTORY, SUFFIX, Flight, encode
+from tbhooks.data.artifacts.flights import DIRECTORY, SUFFIX, Flight, Named, as_named, encode
 
 # How long the first rank waits for the answers to one dump.
 PATIENCE_S = 20.0
+# How long a watch that closes waits for the last answers, or for the first rank to say that it has no more requests.
+CLOSING_S = 3.0
+_BETWEEN_LOOKS_S = 0.02
 
 
 @dataclass
@@ -34,11 +37,13 @@ class _Asked:
 
 @dataclass
 class FlightExchange:
-    """One rank's side. `request` asks this rank's recorder for a dump, `missing` is called if a rank is silent."""
+    """One rank's side. `request` asks this rank's recorder for a dump, for a reason and about a step and a parameter;
+    `missing` is called if a rank is silent.
+    """
 
     rank: int
     world: int
-    request: Callable[[str], None]
+    request: Callable[[str, Named | None], None]
     missing: Callable[[str], None]
     directory: Path | None = None
     """Where the run is written; known to the first rank."""
@@ -62,15 +67,16 @@ class FlightExchange:
             return
         key = f"{self._prefix}/asked/{self._count}"
         if self._store.check([key]):
-            reason = str(json.loads(self._store.get(key))["reason"])
+            asked = json.loads(self._store.get(key))
+            reason = str(asked["reason"])
             self._answers[reason] = self._count
             self._count += 1
-            self.request(reason)
+            self.request(reason, as_named(asked.get("named")))
 
     def dumped(self, flight: Flight) -> None:
         """Called when this rank has made a dump: the first one asks the others, another one answers."""
         if self.rank == 0:
-            request = json.dumps({"reason": f"{flight.reason} (asked by rank 0)"})
+            request = json.dumps({"reason": f"{flight.reason} (asked by rank 0)", "named": flight.named})
             self._store.set(f"{self._prefix}/asked/{self._count}", request)
             deadline = time.monotonic() + PATIENCE_S
             self._asked[self._count] = _Asked(flight.step, set(range(1, self.world)), deadline)
@@ -84,6 +90,19 @@ class FlightExchange:
             answer = json.dumps({"step": flight.step, "content": sent})
             self._store.set(f"{self._prefix}/answer/{number}/{self.rank}", answer)
 
+    def take_last_requests(self) -> None:
+        """When this rank closes: takes requests until the first rank has said that it has no more, or is gone."""
+        deadline = time.monotonic() + CLOSING_S
+        while self.rank != 0 and time.monotonic() < deadline:
+            try:
+                is_last = self._store.check([f"{self._prefix}/closed"])
+                self.poll()
+            except RuntimeError:  # the process that has the store is gone
+                return
+            if is_last and not self._store.check([f"{self._prefix}/asked/{self._count}"]):
+                return
+            time.sleep(_BETWEEN_LOOKS_S)
+
     def _collect(self) -> None:
         for number, asked in list(self._asked.items()):
             for rank in sorted(asked.left):
@@ -95,17 +114,22 @@ class FlightExchange:
                         self._write(base64.b64decode(answer["content"]), rank, int(answer["step"]))
             if asked.left and time.monotonic() > asked.deadline:
                 names = ", ".join(map(str, sorted(asked.left)))
-                self.missing(f"step {asked.step}: rank {names} did not answer within {PATIENCE_S:g} s")
+                self.missing(f"step {asked.step}: rank {names} did not answer in time")
                 asked.left.clear()
             if not asked.left:
                 del self._asked[number]
 
     def close(self) -> None:
-        """On the first rank: takes the answers that are there, and names the ranks that have not answered."""
-        if self.rank == 0:
-            for asked in self._asked.values():
-                asked.deadline = min(asked.deadline, time.monotonic() - 1)
+        """On the first rank: waits shortly for the last answers, and names the ranks that have not answered."""
+        if self.rank != 0:
+            return
+        self._store.set(f"{self._prefix}/closed", "1")
+        latest = time.monotonic() + CLOSING_S
+        for asked in self._asked.values():
+            asked.deadline = min(asked.deadline, latest)
+        while self._asked:
             self._collect()
+            time.sleep(_BETWEEN_LOOKS_S if self._asked else 0)
 
     def _write(self, content: bytes, rank: int, step: int) -> bool:
         """Writes a dump into the directory of the run. Returns whether that was possible."""

@@ -1,12 +1,16 @@
 """Pinned host memory, from and to which a CUDA device copies without a wait of the host.
 
 Allocating it takes milliseconds and may wait for the device. torch keeps what was freed, by powers of two. So `reserve`
-has torch allocate some blocks of one size before training, and every smaller allocation here takes one of them.
+has torch allocate some blocks of one size before training, and every allocation here takes them: what is larger than a
+block takes several. Then the background thread reserves larger ones.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -36,23 +40,65 @@ def reserve(size: int) -> None:
             del blocks
 
 
-def empty(size: int) -> Tensor:
-    """So many bytes, of a reserved block if they fit."""
-    return _allocate(max(size, _reserved[0]))[:size]
+def empty(size: int) -> list[Tensor]:
+    """So many bytes, as a reserved block or several. If none was reserved, they are allocated."""
+    block = _reserved[0] or size
+    return [_allocate(block)[: size - start] for start in range(0, size, block)] or [_allocate(block)[:0]]
+
+
+@dataclass(frozen=True, eq=False)
+class HostCopy:
+    """A tensor on its way to the host: its bytes, in one piece or several, which are there when the event happens."""
+
+    pieces: Sequence[Tensor]
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    event: torch.cuda.Event | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(piece.nbytes for piece in self.pieces)
+
+    def wait(self) -> None:
+        """Waits, in a background thread, until the copy is done. If it took several blocks, reserves larger ones."""
+        if self.event is not None:
+            # A new thread is on the first device, where waiting could cost a context of its own.
+            with torch.cuda.device(self.event.device):
+                self.event.synchronize()
+        if len(self.pieces) > 1:
+            reserve(self.nbytes)
+
+    @cached_property
+    def tensor(self) -> Tensor:
+        """The tensor, after `wait`."""
+        content = self.pieces[0] if len(self.pieces) == 1 else torch.cat(list(self.pieces))
+        return content.view(self.dtype).view(self.shape)
+
+
+def download(tensor: Tensor) -> HostCopy:
+    """Starts the copy of a tensor to the host. Only where there is no pinned memory it waits for the device."""
+    shape = tuple(tensor.shape)
+    if not is_used_by(tensor.device):
+        copied = torch.empty(shape, dtype=tensor.dtype, device="cpu").copy_(tensor)
+        return HostCopy([copied.reshape(-1).view(torch.uint8)], tensor.dtype, shape)
+    content = tensor.reshape(-1).view(torch.uint8)
+    pieces, start = empty(len(content)), 0
+    for piece in pieces:
+        piece.copy_(content[start : start + len(piece)], non_blocking=True)
+        start += len(piece)
+    # Blocking: the background thread sleeps until the copy is done, instead of taking a CPU core from the training.
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(tensor.device))
+    return HostCopy(pieces, tensor.dtype, shape, event)
 
 
 def upload(host: Tensor, device: torch.device) -> Tensor:
     """Copies a tensor of the host to a device without a wait. The memory is not used again before the copy is done."""
     if not is_used_by(device):
         return host.to(device)
-    pinned = empty(host.nbytes).view(host.dtype).view(host.shape)
-    return pinned.copy_(host).to(device, non_blocking=True)
-
-
-def wait_for(event: torch.cuda.Event) -> None:
-    """Waits, in a background thread, until a copy is done.
-
-    A new thread is on the first device, where waiting could cost a context of its own.
-    """
-    with torch.cuda.device(event.device):
-        event.synchronize()
+    content, sent, start = host.reshape(-1).view(torch.uint8), [], 0
+    for piece in empty(host.nbytes):
+        piece.copy_(content[start : start + len(piece)])
+        sent.append(piece.to(device, non_blocking=True))
+        start += len(piece)
+    return (sent[0] if len(sent) == 1 else torch.cat(sent)).view(host.dtype).view(host.shape)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 import tbhooks
 from tbhooks.api import burst_file
@@ -23,6 +24,9 @@ from tests.support.processes import wait_for
 
 EVERY, BATCH = 50, 32
 CORRUPT_STEP = 77
+# One bit of a weight flips between two logged steps of a job, on the last rank.
+FLIPPED_STEP, FLIPPED_EVERY = 33, 10
+FLIPPED_WEIGHT = "2.weight"
 
 
 @dataclass
@@ -185,3 +189,32 @@ def operator_asks(directory: Path) -> Staged:
             inputs[2] *= 30.0
 
     return train(staged, torch.optim.SGD(model.parameters(), lr=0.001), 90, change, before, flat=True)
+
+
+def flipped_bit(rank: int, world: int) -> tuple[list[int], int, tuple[str, ...]]:
+    """In one rank of a job: a bit of one weight flips on the last rank. Returns the worst sample of each step on this
+    rank, and what went wrong in the watch.
+    """
+    torch.manual_seed(0)
+    model = mlp((12, 16, 4))
+    teacher = torch.randn(12, 4)
+    called = DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    generator = torch.Generator().manual_seed(rank)
+    worst = []
+    w = tbhooks.watch(called, "run" if rank == 0 else None, every=FLIPPED_EVERY, ranks="merge")
+    w.flight_recorder(steps=64).checksums()
+    for step in range(FLIPPED_STEP + FLIPPED_EVERY):
+        if step == FLIPPED_STEP and rank == world - 1:
+            model.get_parameter(FLIPPED_WEIGHT).detach().view(torch.int32)[1, 2] ^= 1 << 10
+        inputs = torch.randn(BATCH, 12, generator=generator)
+        ids = 10_000 * rank + BATCH * step + torch.arange(BATCH)
+        losses = F.cross_entropy(called(inputs), (inputs @ teacher).argmax(1), reduction="none")
+        worst.append(int(ids[int(losses.detach().double().numpy().argmax())]))
+        w.samples(losses, ids=ids)
+        losses.mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        w.log({"loss": losses.mean()})
+    w.close()
+    return worst, w.stats.errors, w.stats.messages

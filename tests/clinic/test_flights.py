@@ -1,7 +1,4 @@
-"""The flight recorder in accidents: each dump names the step, the parameter and the sample. In normal trainings none.
-
-The sixth accident, a rank with a flipped bit in one weight, needs several ranks: tests/distributed/test_replicas.py.
-"""
+"""The flight recorder in accidents: each dump names step, parameter and sample. In normal trainings there is none."""
 
 from __future__ import annotations
 
@@ -14,10 +11,11 @@ import torch
 import tbhooks
 from tbhooks.data.artifacts.flights import Flight
 from tests.clinic import accidents
-from tests.clinic.accidents import CORRUPT_STEP, Staged
+from tests.clinic.accidents import CORRUPT_STEP, FLIPPED_EVERY, FLIPPED_STEP, FLIPPED_WEIGHT, Staged
 from tests.clinic.cases import CASES
 from tests.clinic.training import Case
 from tests.support.loops import steps_of
+from tests.support.process_pool import ProcessPool
 from tests.support.slow import cases
 
 NORMAL = {case.name: case for case in CASES if not case.rules}
@@ -81,6 +79,24 @@ def test_an_operator_asks_for_a_burst(tmp_path: Path) -> None:
     assert flight.suspect_sample == staged.worst[CORRUPT_STEP - 5]
     frames = steps_of(tbhooks.runs.read(tmp_path).frames)
     assert frames == [0, *range(CORRUPT_STEP + 1, CORRUPT_STEP + 5)]
+
+
+@pytest.mark.xdist_group("ranks")
+def test_a_rank_with_a_flipped_bit_in_one_weight(pool: ProcessPool, tmp_path: Path) -> None:
+    world = 2
+    ranks = pool.values(accidents.flipped_bit, world, tmp_path, world)
+    for _, errors, messages in ranks:
+        assert errors == 0, messages
+    run = tbhooks.runs.read(tmp_path / "run")
+    # The bits of all ranks are compared at logged steps.
+    found = -(-FLIPPED_STEP // FLIPPED_EVERY) * FLIPPED_EVERY
+    reason = f"finding replica_drift at weight/{FLIPPED_WEIGHT} of rank {world - 1} at step {found}"
+    assert [(each.rank, each.reason) for each in run.flights] == [(0, reason), (1, f"{reason} (asked by rank 0)")]
+    for flight in run.flights:
+        assert (flight.suspect_step, flight.suspect_parameter) == (found, FLIPPED_WEIGHT)
+        assert flight.suspect_sample == ranks[flight.rank][0][found]
+        assert FLIPPED_STEP - 1 in flight.steps
+    assert run.flights_left_out == []
 
 
 @pytest.mark.parametrize(

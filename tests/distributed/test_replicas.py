@@ -26,7 +26,7 @@ def test_a_flipped_bit_is_found_with_rank_parameter_and_step(pool: ProcessPool, 
         f"Rank {world - 1}: the bits of down.weight are not those of the other ranks at step 2"
     )
     assert "The gradients are equal" in messages[0]
-    assert flights == ["finding replica_drift at weight/down.weight at step 2"]
+    assert flights == [f"finding replica_drift at weight/down.weight of rank {world - 1} at step 2"]
 
 
 @pytest.mark.parametrize("wrap", cases(WORLDS.keys(), always={"ddp", "tensor_parallel"}, reason="other shards"))

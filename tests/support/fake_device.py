@@ -136,6 +136,8 @@ class _Lease:
                 log.peak_bytes = max(log.peak_bytes, _Lease.held - log._before)
 
     def __del__(self) -> None:
+        if _Lease is None:  # the interpreter ends
+            return
         _Lease._users[self._place] -= 1
         if _Lease._users[self._place] == 0:
             _Lease.held -= self._size

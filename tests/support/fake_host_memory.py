@@ -27,6 +27,8 @@ class HostMemory:
     def __init__(self) -> None:
         self.allocations = 0
         """Blocks that were not there yet: for these torch calls cudaHostAlloc."""
+        self.in_training = 0
+        """Those of them that the training thread has asked for."""
         self.is_full = False
         self.blocking: list[bool] = []
         """Of each event, whether a thread that waits for it sleeps."""
@@ -43,6 +45,7 @@ class HostMemory:
             self._free[block] -= 1
         else:
             self.allocations += 1
+            self.in_training += threading.current_thread() is threading.main_thread()
         memory = np.empty(size, np.uint8)
         weakref.finalize(memory, self._give_back, block)
         return torch.from_numpy(memory)

@@ -21,17 +21,18 @@ from torch.optim import Optimizer
 from tbhooks.capture.autograd import profiler_label, without_dispatch_modes
 from tbhooks.capture.flight.gradients import GradientNorms
 from tbhooks.capture.flight.range_monitor import RangeMonitor
-from tbhooks.capture.flight.ring import DeviceRing
+from tbhooks.capture.flight.ring import MOST_NUMBERS, SAMPLES, DeviceRing
 from tbhooks.capture.flight.rows import FOUND_INF, UNSCALE, FlightCopy, RingCopy, Row
-from tbhooks.capture.recording.device_buffer import start_copy
 from tbhooks.capture.recording.packed_step import Read
 from tbhooks.capture.recording.recorder import Recorder
 from tbhooks.capture.scalars.step_samples import WorstSamples
 from tbhooks.capture.schedule import Bursts
 from tbhooks.capture.step.optimizer_round import GroupNumbers
 from tbhooks.data.artifacts import Artifact
+from tbhooks.data.artifacts.flights import Named
 from tbhooks.data.frame import SCALE
 from tbhooks.data.self_report import Report
+from tbhooks.reduction import pinned
 
 DETAILS = ("parameters", "global")
 # The dumps of a run are bounded. What is left out is counted and written when the watch closes.
@@ -52,6 +53,8 @@ class Request:
     reason: str
     is_automatic: bool
     """Whether nobody asked for it: a finding, or a number that left its range."""
+    named: Named | None = None
+    """The step and the parameter that a finding names, if gradients do not show what it found."""
 
 
 class FlightRecorder:
@@ -77,6 +80,8 @@ class FlightRecorder:
         # How many dumps and bytes there were, the last step in a dump, and the rows since the last automatic one.
         self._dumps = self._bytes = 0
         self._dumped_until = -1
+        self.is_end_dumped = False
+        """Whether there was a dump because training failed."""
         self._rows_since_automatic: int | None = None
         self._thread = 0
         # The newest row that the monitor knows.
@@ -90,6 +95,12 @@ class FlightRecorder:
         self._rings = {}
         self._thread = threading.get_ident()
         self.is_started = True
+
+    def sizes(self) -> tuple[int, int]:
+        """The bytes that a logged step copies more, and those of a dump, if all parameters are on one device."""
+        slots, norms = self._steps + 1, max(len(self._gradients.find_parameters()), 1)
+        norms = 1 if self._is_global else norms
+        return 4 * slots * (1 + MOST_NUMBERS), slots * (4 * (norms + MOST_NUMBERS + SAMPLES) + 8 * SAMPLES)
 
     @property
     def is_on(self) -> bool:
@@ -228,12 +239,9 @@ class FlightRecorder:
         """Adds the loss and the gradient norm of every step since the last logged one to the copy of this one. The
         background thread compares them with their recent range.
         """
-        if not self.is_on or self._rank != 0:
-            return
-        rows = [row for row in self._rows if row.number > self._monitored and row.label >= 0]
+        rows = self._take_unmonitored() if self.is_on else []
         if not rows:
             return
-        self._monitored = rows[-1].number
         with self._report.guarded("flight recorder"), torch.no_grad():
             attached = {device: recorder.attach(ring.summary()) for device, ring in self._rings.items()}
             columns = {device: dict(ring.columns) for device, ring in self._rings.items()}
@@ -243,6 +251,15 @@ class FlightRecorder:
                 return ()
 
             recorder.artifact(observe)
+
+    def _take_unmonitored(self) -> list[Row]:
+        """The rows that the monitor has not seen yet. The first rank has a monitor."""
+        if self._rank != 0:
+            return []
+        rows = [row for row in self._rows if row.number > self._monitored and row.label >= 0]
+        if rows:
+            self._monitored = rows[-1].number
+        return rows
 
     def _observe(
         self, rows: Sequence[Row], numbers: dict[torch.device, np.ndarray], columns: dict[torch.device, dict[str, int]]
@@ -269,18 +286,33 @@ class FlightRecorder:
 
     # Dumps.
 
-    def request(self, reason: str, *, is_automatic: bool = False) -> None:
+    def request(self, reason: str, *, is_automatic: bool = False, named: Named | None = None) -> None:
         """Asks for a dump at the end of the running step. Any thread may call it, and a signal handler."""
         if self.is_started:
-            self._requests.append(Request(reason, is_automatic))
+            self._requests.append(Request(reason, is_automatic, named))
 
     def dump(self, reason: str, step: int, *, at_end: bool = False) -> None:
         """Dumps now in the training thread, or `at_end`; for another thread when the step ends."""
         self.request(reason)
         if threading.get_ident() != self._thread and not at_end:
             return
+        self.is_end_dumped = at_end
         with self._report.guarded("flight recorder"), without_dispatch_modes():
             self._dump_requested(step)
+
+    def finish(self) -> None:
+        """After the last step, in the background thread: judges the steps after the last logged one, and makes the dump
+        that is due, unless one was made because training failed.
+        """
+        if not self.is_started or self.is_end_dumped or not self._rows:
+            return
+        with torch.no_grad():
+            rows = self._take_unmonitored()
+            if rows:
+                copies = {device: ring.copied_summary() for device, ring in self._rings.items()}
+                self._observe(rows, copies, {device: ring.columns for device, ring in self._rings.items()})
+            self._open = None
+            self._dump_requested(self._rows[-1].label)
 
     def _dump_requested(self, step: int) -> None:
         requests: list[Request] = []
@@ -293,6 +325,7 @@ class FlightRecorder:
         if not asked and since is not None and since < self._steps // 4:
             return  # the same accident: most of its rows are in the last dump
         reason = _joined([request.reason for request in asked or requests])
+        named = next((request.named for request in asked or requests if request.named is not None), None)
         size = sum(ring.nbytes for ring in self._rings.values())
         if self._dumps >= MOST_DUMPS or self._bytes + size > MOST_BYTES:
             self.left_out.append(f"step {step}: {reason}")
@@ -305,9 +338,9 @@ class FlightRecorder:
             if self._burst_steps:
                 self._bursts.ask(self._burst_steps)
         self._dumps, self._bytes = self._dumps + 1, self._bytes + size
-        self._send(self._copy(step, reason))
+        self._send(self._copy(step, reason, named))
 
-    def _copy(self, step: int, reason: str) -> FlightCopy:
+    def _copy(self, step: int, reason: str, named: Named | None) -> FlightCopy:
         """Starts the copy of all rings, one for each device."""
         rows = list(self._rows)
         if self._open is not None:  # the step that is running: what it has so far
@@ -316,13 +349,13 @@ class FlightRecorder:
         rings = {}
         with torch.no_grad(), profiler_label("flight dump"):
             for device, ring in self._rings.items():
-                host, event = start_copy(ring.packed())
-                rings[device] = RingCopy(host, event, self._steps + 1, ring.norms, dict(ring.columns))
+                copied = pinned.download(ring.packed())
+                rings[device] = RingCopy(copied, self._steps + 1, ring.norms, dict(ring.columns))
         new_after, self._dumped_until = self._dumped_until, max([self._dumped_until, *(row.label for row in rows)])
         model_note = "" if not self._is_global else "Only global norms were recorded."
         return FlightCopy(
             step, self._rank, reason, [_frozen(row) for row in rows], list(self._gradients.names), rings, new_after,
-            model_note,
+            model_note, named,
         )  # fmt: skip
 
 

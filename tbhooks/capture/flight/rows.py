@@ -11,12 +11,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from tbhooks.capture.flight.ring import MOST_NUMBERS, SAMPLES
-from tbhooks.data.artifacts.flights import Flight, SampleId
+from tbhooks.data.artifacts.flights import Flight, Named, SampleId
 from tbhooks.data.stats import Floats
-from tbhooks.reduction import pinned
+from tbhooks.reduction.pinned import HostCopy
 
 # Numbers of a fused optimizer with a GradScaler: it divides gradients by the scale, and skips a step on the device.
 UNSCALE, FOUND_INF = "grad_scale", "found_inf"
@@ -51,19 +50,14 @@ class Row:
 class RingCopy:
     """The rows of one ring on their way to the host."""
 
-    host: Tensor
-    event: torch.cuda.Event | None
+    copied: HostCopy
     slots: int
     norms: int
     columns: dict[str, int]
 
-    def wait(self) -> None:
-        if self.event is not None:
-            pinned.wait_for(self.event)
-
     def arrays(self) -> tuple[Floats, np.ndarray[tuple[int, ...], np.dtype[np.int64]]]:
         """The values [slot, norms + scalars + samples] and the ids [slot, samples]."""
-        content = np.asarray(self.host).tobytes()
+        content = np.asarray(self.copied.tensor).tobytes()
         width = self.norms + MOST_NUMBERS + SAMPLES
         values = np.frombuffer(content, np.float32, self.slots * width).reshape(self.slots, width)
         ids = np.frombuffer(content, np.int64, self.slots * SAMPLES, self.slots * width * 4)
@@ -82,16 +76,17 @@ class FlightCopy:
     rings: dict[torch.device, RingCopy]
     new_after: int
     note: str
+    named: Named | None = None
     time: float = field(default_factory=time.time)
 
     @property
     def nbytes(self) -> int:
-        return sum(ring.host.nbytes for ring in self.rings.values())
+        return sum(ring.copied.nbytes for ring in self.rings.values())
 
     def flight(self) -> Flight:
         """Waits for the copy, and makes the dump."""
         for ring in self.rings.values():
-            ring.wait()
+            ring.copied.wait()
         arrays = {device: ring.arrays() for device, ring in self.rings.items()}
         tags = list(dict.fromkeys(tag for row in self.rows for tag in (*row.host, *row.on_device)))
         scalars = {tag: np.full(len(self.rows), np.nan) for tag in tags}
@@ -121,7 +116,7 @@ class FlightCopy:
         return Flight(
             self.step, self.time, self.rank, self.reason, np.array([row.label for row in self.rows], dtype=np.int64),
             scalars, tuple(self.names[j] for j in with_norms), norms[:, with_norms], np.sqrt(squares), logged,
-            tuple(samples), self.new_after, self.note,
+            tuple(samples), self.new_after, self.note, self.named,
         )  # fmt: skip
 
     def _samples(

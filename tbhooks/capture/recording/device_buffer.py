@@ -1,7 +1,7 @@
 """Fixed-width records on one device, and the one copy that moves them to the host.
 
-Every reduced tensor takes the next record of a preallocated buffer. `start_copy` is the only function of capture
-that copies from a device to the host.
+Every reduced tensor takes the next record of a preallocated buffer. `pinned.download` is the only function that copies
+from a device to the host.
 """
 
 from __future__ import annotations
@@ -9,19 +9,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from tbhooks.capture.recording.host_memory import FEWEST
 from tbhooks.capture.recording.packed_step import Attached, Copy
 from tbhooks.data import stats
-from tbhooks.reduction import finalize, histogram, pinned, torch_rows, triton
+from tbhooks.reduction import histogram, pinned, torch_rows, triton
 from tbhooks.reduction.cpu import NULL, Address
 from tbhooks.reduction.finalize import Block
 from tbhooks.reduction.streams import StreamOrder
 
 # A step that never ends must not fill the device: past this many bytes of records, calls are not recorded.
 MOST_BYTES = 256 << 20
-
-FEWEST = 64
 
 IN_NUMPY = {
     torch.float64: "f8", torch.float32: "f4", torch.float16: "f2", torch.int64: "i8", torch.int32: "i4",
@@ -148,36 +147,13 @@ class Buffer:
                     self._counts += chunk[:, self.row_bytes :].view(torch.int32)[:, : histogram.SLOTS].unbind()
 
 
-def start_copy(packed: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """Starts the copy of a tensor to the host. The result is there when the event, if there is one, has happened."""
-    if not pinned.is_used_by(packed.device):
-        return torch.empty(packed.shape, dtype=packed.dtype, device="cpu").copy_(packed), None
-    host = pinned.empty(packed.nbytes).view(packed.dtype).view(packed.shape)
-    host.copy_(packed, non_blocking=True)
-    # Blocking: the background thread sleeps until the copy is done, instead of taking a CPU core from the training.
-    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(packed.device))
-    return host, event
-
-
-def reserve_host_memory(model: nn.Module) -> None:
-    """Has pinned memory allocated for the copies of the first logged steps of a model, if it is on a CUDA device.
-
-    It holds the output of each module, its gradient and one tensor more, and of each parameter three.
-    """
-    parameters = list(model.parameters())
-    if any(pinned.is_used_by(parameter.device) for parameter in parameters):
-        records = 3 * (len(list(model.modules())) + len(parameters))
-        each = stats.WIDTH * 8 + histogram.SLOTS * 4 + finalize.LARGEST_BYTES
-        pinned.reserve(max(max(records, FEWEST) * each, triton.table_bytes(2 * len(parameters))))
-
-
 def copy_out(buffer: Buffer) -> Copy:
     """Starts the copy of all its records, and returns where they will be."""
     packed, part_bytes, attached_bytes = buffer.pack()
-    host, event = start_copy(packed)
     blocks = buffer.unfinished.blocks
-    return Copy(host, buffer.row_type, event, blocks, buffer.record_bytes, part_bytes, attached_bytes)
+    return Copy(
+        pinned.download(packed), buffer.row_type, blocks, buffer.record_bytes, part_bytes, attached_bytes
+    )  # fmt: skip
 
 
 class Unfinished:

@@ -31,7 +31,8 @@ from tbhooks.data.frame import (
     Frame,
     Site,
 )
-from tbhooks.reduction import finalize, pinned
+from tbhooks.reduction import finalize
+from tbhooks.reduction.pinned import HostCopy
 
 Number = TypeVar("Number", np.float64, np.int64)
 Span = tuple[int, int, int]
@@ -47,17 +48,17 @@ _CALL_BYTES = 200
 class Copy:
     """Records on their way to the host, followed by partial results of which rows are made here."""
 
-    host: Tensor
+    copied: HostCopy
     row_type: torch.dtype
-    event: torch.cuda.Event | None
     unfinished: Sequence[finalize.Block] = ()
     record_bytes: int = 0
     part_bytes: int = 0
     attached_bytes: int = 0
 
-    def wait(self) -> None:
-        if self.event is not None:
-            pinned.wait_for(self.event)
+    @property
+    def host(self) -> Tensor:
+        """The records on the host, after the copy."""
+        return self.copied.tensor
 
     def rows(self) -> stats.Floats:
         data = self._records()[:, : stats.WIDTH * self.row_type.itemsize].view(self.row_type)
@@ -140,7 +141,7 @@ class PackedStep:
     @property
     def nbytes(self) -> int:
         """About how much host memory it holds until it is written: the copied records and its lists."""
-        return sum(copy.host.nbytes for copy in self.copies.values()) + _CALL_BYTES * len(self.calls)
+        return sum(copy.copied.nbytes for copy in self.copies.values()) + _CALL_BYTES * len(self.calls)
 
     def without_numbers(self) -> PackedStep | None:
         """The step without its numbers: other ranks still have to be answered. None if there are none."""
@@ -189,7 +190,7 @@ class PackedStep:
     def added_to(self, table: StepTable, _read: Read) -> StepTable:
         """A `TablePart` that adds the parts of this step, from its own copy, to the table of another one."""
         for copy in self.copies.values():
-            copy.wait()
+            copy.copied.wait()
         for add in self.parts:
             table = add(table, self._attached)
         return table
@@ -201,7 +202,7 @@ class PackedStep:
     def _table(self) -> StepTable:
         """The records of the step, merged by site."""
         for copy in self.copies.values():
-            copy.wait()
+            copy.copied.wait()
         rows = {i: copy.rows() for i, copy in self.copies.items()}
         order = list(dict.fromkeys(site for site, _ in self.calls))
         owner, record = self._records({site: i for i, site in enumerate(order)})

@@ -25,6 +25,8 @@ LOSS_TAG, NORM_TAG = "flight.loss", "flight.grad_norm"
 DIRECTORY, SUFFIX = "tbhooks-flights", ".flight"
 """Where ranks that end alone write their dumps, in the directory of the run."""
 SampleId = int | str
+Named = tuple[int, str]
+"""A step, and the path of a parameter."""
 # Rows before a step that its numbers are compared with, at least.
 FEWEST_BEFORE = 8
 # So many spreads from the median before it, a number is what to look at: the first such step.
@@ -67,6 +69,9 @@ class Flight:
     """Rows up to this step are in an earlier dump of the run, too."""
     note: str = ""
     """What is missing in it, in a sentence."""
+    named: Named | None = None
+    """The step and the parameter named by the finding that started the dump, if it is about a weight: norms of
+    gradients do not show what is wrong with a weight."""
 
     @property
     def loss(self) -> Floats:
@@ -93,7 +98,9 @@ class Flight:
 
     @cached_property
     def _suspect(self) -> int | None:
-        """The row to look at: the first that is not finite, or else the one farthest from the rows before it."""
+        """The row to look at: the first that is not finite, or the one that a finding names, or else the one farthest
+        from the rows before it.
+        """
         if not len(self.steps):
             return None
         bad = np.isinf(self.grad_norm)
@@ -101,6 +108,8 @@ class Flight:
             bad |= self.loss_logged & ~np.isfinite(self.loss)
         if bad.any():
             return int(np.flatnonzero(bad)[0])
+        if self.named is not None and self.named[0] in self.steps:
+            return int(np.flatnonzero(self.steps == self.named[0])[0])
         scores = np.maximum(_distances(self.loss, None), _distances(self.grad_norm, np.log))
         far = np.flatnonzero(scores > FAR)
         if len(far):
@@ -109,8 +118,9 @@ class Flight:
 
     @property
     def suspect_step(self) -> int | None:
-        """The first step with a loss or gradient that is not finite; else the first one that is far above those before
-        it, or the one that differs most. None if the ring was empty.
+        """The first step with a loss or gradient that is not finite; else the step of the finding, if it is about a
+        weight; else the first one that is far above those before it, or the one that differs most. None if the ring was
+        empty.
         """
         return None if self._suspect is None else int(self.steps[self._suspect])
 
@@ -120,7 +130,11 @@ class Flight:
         finite, the last one in the order of the model: in a backward pass it is the first.
         """
         at = self._suspect
-        if at is None or not self.norms.size:
+        if at is None:
+            return None
+        if self.named is not None and self.named[0] == self.steps[at]:
+            return self.named[1]
+        if not self.norms.size:
             return None
         bad = np.isinf(self.norms[at])
         if bad.any() and not bad.all():
@@ -208,7 +222,7 @@ def encode(flight: Flight) -> bytes:
     header = {
         "version": 1, "step": flight.step, "time": flight.time, "rank": flight.rank, "reason": flight.reason,
         "rows": len(flight.steps), "tags": tags, "parameters": list(flight.parameters), "new_after": flight.new_after,
-        "note": flight.note,
+        "note": flight.note, "named": flight.named,
         "samples": [[[sample, to_jsonable(value)] for sample, value in row] for row in flight.samples],
     }  # fmt: skip
     text = json.dumps(header, allow_nan=False, separators=(",", ":")).encode()
@@ -257,8 +271,13 @@ def _flight(header: Any, arrays: _Arrays) -> Flight:
     samples = tuple(tuple((_id(one[0]), float(parse_number(one[1]))) for one in row) for row in header["samples"])
     return Flight(
         int(header["step"]), float(header["time"]), int(header["rank"]), str(header["reason"]), steps, scalars, names,
-        norms, grad_norm, logged, samples, int(header["new_after"]), str(header["note"]),
+        norms, grad_norm, logged, samples, int(header["new_after"]), str(header["note"]), as_named(header.get("named")),
     )  # fmt: skip
+
+
+def as_named(value: Any) -> Named | None:
+    """The step and the parameter of a list that was JSON."""
+    return None if value is None else (int(value[0]), str(value[1]))
 
 
 def _id(value: object) -> SampleId:

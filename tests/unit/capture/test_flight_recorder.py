@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import signal
@@ -324,19 +325,90 @@ def test_a_gradient_that_is_not_finite_at_an_unlogged_step_is_dumped() -> None:
 
 
 def test_a_warning_of_a_rule_is_dumped() -> None:
-    def rule(history: tbhooks.History) -> list[tbhooks.Finding]:
-        latest = history.latest
-        if latest is None or latest.step < 20:
-            return []
-        return [tbhooks.Finding(latest.step, None, "of_this_test", "warning", "for this test")]
-
     model = mlp()
-    watching = tbhooks.watch(model, every=10, rules=[rule]).flight_recorder(steps=32)
+    watching = tbhooks.watch(model, every=10, rules=[late_rule]).flight_recorder(steps=32)
     train(model, watching, 21)
     assert watching.findings
     train(model, watching, 5)
     (flight,) = watching.flights
     assert flight.reason == "finding of_this_test at step 20"
+
+
+def late_rule(history: tbhooks.History) -> list[tbhooks.Finding]:
+    latest = history.latest
+    if latest is None or latest.step < 20:
+        return []
+    return [tbhooks.Finding(latest.step, None, "of_this_test", "warning", "for this test")]
+
+
+@pytest.mark.parametrize("ends", ["close", "with", "model"])
+def test_a_finding_that_is_judged_after_the_last_step_is_dumped_at_the_end(ends: str, tmp_path: Path) -> None:
+    model = mlp()
+    watching = tbhooks.watch(model, tmp_path, every=10, rules=[late_rule]).flight_recorder(steps=32)
+    reference = train(model, watching, 21)
+    if ends == "model":
+        del model, reference._model
+        gc.collect()
+        watching.close()
+    elif ends == "with":
+        with watching:
+            pass
+    else:
+        watching.close()
+    (flight,) = tbhooks.runs.read(tmp_path).flights
+    assert flight.reason == "finding of_this_test at step 20"
+    assert (flight.step, flight.steps.tolist()) == (20, list(range(21)))
+    check(flight, reference)
+    assert watching.stats.errors == 0, watching.stats.messages
+
+
+def test_steps_after_the_last_logged_one_are_judged_at_the_end() -> None:
+    model = mlp()
+    watching = tbhooks.watch(model, every=100, rules=()).flight_recorder(steps=128)
+    train(model, watching, 90, spike=77)
+    assert watching.flights == []
+    watching.close()
+    (flight,) = watching.flights
+    assert flight.suspect_step == 77
+    assert "of step 77" in flight.reason
+
+
+def test_a_training_that_fails_is_dumped_once_with_the_exception() -> None:
+    model = mlp()
+    watching = tbhooks.watch(model, every=10, rules=[late_rule]).flight_recorder(steps=32)
+    with pytest.raises(RuntimeError, match="the end"), watching:
+        train(model, watching, 21)
+        raise RuntimeError("the end")
+    assert [flight.reason for flight in watching.flights] == ["exception RuntimeError: the end"]
+
+
+def test_a_dump_that_was_left_out_at_the_end_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flight_recorder, "MOST_DUMPS", 0)
+    model = mlp()
+    watching = tbhooks.watch(model, tmp_path, every=10, rules=[late_rule]).flight_recorder(steps=32)
+    train(model, watching, 21)
+    watching.close()
+    run = tbhooks.runs.read(tmp_path)
+    assert (run.flights, run.flights_left_out) == ([], ["step 20: finding of_this_test at step 20"])
+
+
+def test_a_finding_about_a_weight_is_what_its_dump_names() -> None:
+    def rule(history: tbhooks.History) -> list[tbhooks.Finding]:
+        latest = history.latest
+        if latest is None or latest.step < 20:
+            return []
+        site = next(site for site in latest.sites if (site.kind, site.path) == ("weight", "2.weight"))
+        return [tbhooks.Finding(latest.step, site, "of_this_test", "error", "for this test")]
+
+    model = mlp()
+    watching = tbhooks.watch(model, every=10, rules=[rule]).flight_recorder(steps=32)
+    train(model, watching, 21)
+    watching.close()
+    (flight,) = watching.flights
+    assert flight.reason == "finding of_this_test at weight/2.weight at step 20"
+    assert (flight.suspect_step, flight.suspect_parameter) == (20, "2.weight")
+    again = decode(encode(flight))
+    assert (again.suspect_step, again.suspect_parameter) == (20, "2.weight")
 
 
 def test_an_exception_is_dumped_with_what_the_running_step_had() -> None:

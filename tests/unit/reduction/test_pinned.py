@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import tbhooks
 from tbhooks.reduction import pinned
-from tests.support import fake_device, fake_host_memory, zoo
+from tests.support import fake_device, fake_host_memory, moe_models, zoo
 from tests.support.fake_host_memory import HostMemory
 
 STEPS = 4
@@ -46,6 +46,109 @@ def test_pinned_memory_is_allocated_by_watch_and_never_in_training(memory: HostM
     assert memory.allocations == before == pinned.BLOCKS
 
 
+Ask = Callable[[tbhooks.Watch], object]
+EXTRAS: dict[str, Ask] = {
+    "nothing": lambda _: None,
+    "experts": lambda w: w.experts(),
+    "optimizer state": lambda w: w.optimizer_state(),
+    "checksums": lambda w: w.checksums(),
+    "metrics": lambda w: w.metric("largest", lambda tensor: tensor.abs().amax()).metric(
+        "many", lambda tensor: tensor.reshape(-1)[:64].float(), kind="weight"
+    ),
+    "noise scale": lambda w: w.noise_scale(),
+    "flight recorder": lambda w: w.flight_recorder(steps=256),
+    "global flight recorder": lambda w: w.flight_recorder(steps=256, detail="global"),
+    "progress": lambda w: w.progress().log_every(2),
+}
+DTYPES = [torch.float32, torch.bfloat16, torch.float64]
+
+
+def mixture(dtype: torch.dtype, depth: int) -> nn.Module:
+    torch.manual_seed(0)
+    blocks = [moe_models.Block() for _ in range(depth)]
+    return fake_device.to_device(nn.Sequential(*blocks, nn.LayerNorm(8), nn.Linear(8, 3)).to(dtype))
+
+
+def train_asking(ask: Ask, memory: HostMemory, dtype: torch.dtype, depth: int) -> tbhooks.Watch:
+    """Trains with samples and dumps; asserts that no block is allocated from the first step to the last."""
+    model = mixture(dtype, depth)
+    optimizer = torch.optim.AdamW(model.parameters())
+    watching = tbhooks.watch(model, every=1, histograms=True)
+    ask(watching)
+    before = memory.allocations
+    for step in range(3):
+        losses = model(fake_device.put(torch.randn(6, 8).to(dtype))).float().square().mean(-1)
+        watching.samples(losses.detach(), ids=[f"{step}-{i}" for i in range(6)], group=["a", "b"] * 3)
+        losses.mean().backward()
+        watching.log({"loss": losses.mean()})
+        optimizer.step()
+        optimizer.zero_grad()
+        if watching._session.flight.is_started:
+            watching.dump("for this test")
+        watching.flush()
+    watching.close()
+    assert watching.stats.errors == 0, watching.stats.messages
+    assert memory.allocations == before
+    return watching
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("ask", EXTRAS.values(), ids=EXTRAS.keys())
+def test_whatever_is_asked_for_fits_in_what_was_reserved(memory: HostMemory, ask: Ask, dtype: torch.dtype) -> None:
+    train_asking(ask, memory, dtype, depth=6)
+
+
+@pytest.mark.parametrize("depth", [1, 12])
+def test_everything_at_once_fits_in_what_was_reserved(memory: HostMemory, depth: int) -> None:
+    def everything(w: tbhooks.Watch) -> None:
+        for name, ask in EXTRAS.items():
+            if name != "global flight recorder":
+                ask(w)
+
+    watching = train_asking(everything, memory, torch.float32, depth)
+    assert len(watching.flights) == 3
+
+
+class Repeated(nn.Module):
+    """One layer that is called so often that a step needs more than what was reserved for it."""
+
+    def __init__(self, calls: int) -> None:
+        super().__init__()
+        self.layer, self._calls = nn.Linear(3, 3), calls
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self._calls):
+            x = self.layer(x)
+        return x
+
+
+def test_a_step_that_needs_more_is_copied_in_pieces_and_the_background_thread_reserves_more(memory: HostMemory) -> None:
+    def train(put: Callable[[Tensor], Tensor], move: Callable[[nn.Module], nn.Module]) -> tuple[tbhooks.Watch, int]:
+        torch.manual_seed(0)
+        model = move(Repeated(300))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        watching = tbhooks.watch(model, every=1)
+        before = memory.allocations
+        for _ in range(3):
+            model(put(torch.ones(2, 3))).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            watching.flush()
+        watching.close()
+        assert watching.stats.errors == 0, watching.stats.messages
+        return watching, before
+
+    on_cpu, _ = train(lambda tensor: tensor, lambda model: model)
+    reserved = memory.in_training
+    on_device, before = train(fake_device.put, fake_device.to_device)
+    assert memory.in_training - reserved == before == pinned.BLOCKS  # of watch()
+    assert memory.allocations == 2 * pinned.BLOCKS  # those of the background thread, once
+    for one, other in zip(on_device.history, on_cpu.history, strict=True):
+        assert one["layer", "activation"].count == 300 * 6
+        assert one["layer", "activation"].mean == pytest.approx(other["layer", "activation"].mean, rel=1e-6)
+        assert one["layer", "gradient"].max == other["layer", "gradient"].max
+
+
 def test_the_thread_that_waits_for_a_copy_sleeps_and_uses_the_device_of_the_copy(memory: HostMemory) -> None:
     trained("mlp", memory)
     assert memory.blocking == [True] * STEPS
@@ -65,7 +168,7 @@ def test_a_dump_of_the_flight_recorder_is_waited_for_in_the_same_way(memory: Hos
         watching.dump("asked for")
     assert watching.stats.errors == 0
     assert len(watching.flights) == 1
-    assert memory.blocking == [True] * 2
+    assert memory.blocking == [True] * 3  # the first step, the dump, and what close() judges
     assert {device for _, device in memory.waits} == {fake_device.DEVICE}
 
 
@@ -78,8 +181,10 @@ def test_what_is_uploaded_takes_a_reserved_block(memory: HostMemory) -> None:
         assert there.device == fake_device.DEVICE
         assert torch.equal(there.cpu(), tensor)
     assert memory.allocations == before
-    assert pinned.empty(9000).numel() == 9000
-    assert memory.allocations == before + 1
+    assert [piece.numel() for piece in pinned.empty(9000)] == [8192, 808]
+    large = torch.arange(5000)
+    assert torch.equal(pinned.upload(large, fake_device.DEVICE).cpu(), large)
+    assert memory.allocations == before
 
 
 def test_a_host_without_memory_for_it_costs_the_steps_and_no_exception(memory: HostMemory) -> None:
