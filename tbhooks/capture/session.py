@@ -224,7 +224,9 @@ class CaptureSession:
     def log(self, values: dict[str, Tensor | float], call: SampleCall | None = None) -> None:
         """Logs scalars and samples of the user, to the open step or to the one that has just ended."""
         with self._report.guarded("log"), self.clock.lock, profiler_label("log"):
-            ended = None if self.observer.graph_capture.is_running() else self._packer.taking_late_scalars
+            if self.observer.graph_capture.is_running():
+                return
+            ended = self._packer.taking_late_scalars
             for tag, value in values.items():
                 self._scalars.log(tag, value, self._step, ended)
             if call is not None:

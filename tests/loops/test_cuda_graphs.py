@@ -73,20 +73,32 @@ def training() -> tuple[nn.Module, Callable[[], Tensor]]:
     return trained, step
 
 
+def everything(watching: tbhooks.Watch) -> None:
+    watching.flight_recorder(steps=8).checksums().optimizer_state().noise_scale().progress().evaluation()
+    watching.metric("largest", lambda tensor: tensor.abs().amax()).per_channel("*").on_nonfinite("replay")
+
+
+@pytest.mark.parametrize("ask", [lambda _: None, everything], ids=["as it is", "with everything"])
 def test_nothing_of_ours_runs_while_a_graph_is_captured(
-    training: tuple[nn.Module, Callable[[], Tensor]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    training: tuple[nn.Module, Callable[[], Tensor]], monkeypatch: pytest.MonkeyPatch,
+    ask: Callable[[tbhooks.Watch], None],
+) -> None:  # fmt: skip
     trained, step = training
+    values = fake_device.put(torch.randn(4))
     with fake_device.Log() as bare:
         step()
     with tbhooks.watch(trained, every=1) as watching:
+        ask(watching)
         step()
+        watching.samples(values)
         watching.flush()
         capturing = captured(watching, monkeypatch)
         capturing(True)
         with fake_device.Log() as log:
             watching.log({"loss": step()})
+            watching.samples(values)
             watching.log({"loss": step()})
+            watching.samples(values, ids=[1, 2, 3, 4])
         capturing(False)
         assert log.launches.total() == 2 * bare.launches.total()
         assert not log.copies

@@ -54,8 +54,6 @@ class StepScalars:
 
     def log(self, tag: str, value: Tensor | float, step: Step, ended: Step | None) -> None:
         """Logs a scalar; `step` is the open step, `ended` the one before it if it still takes late scalars."""
-        if self._observer.graph_capture.is_running():
-            return
         has_means = self.means.every is not None
         if self._flight.is_on and not step.was_skipped:
             is_late = ended is not None and (ended.is_logged or has_means or tag in self._logged_after_step)

@@ -94,9 +94,15 @@ class Replay:
     def step_ended(self) -> None:
         self.passes = []
 
+    def _is_kept(self, model: nn.Module) -> bool:
+        """Whether it is a training forward; not one that is run again, nor one that a CUDA graph is captured from."""
+        if not model.training or self._is_running or in_backward():
+            return False
+        return not self._observer.graph_capture.is_running()
+
     @dynamo_disable
     def _forward_begins(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        if model.training and not self._is_running and not in_backward() and torch.is_grad_enabled():
+        if self._is_kept(model) and torch.is_grad_enabled():
             with self._report.guarded("keeping a forward to replay"), torch.no_grad():
                 devices = {parameter.device.type for parameter in model.parameters()} | {"cpu"}
                 autocast = [(d, torch.get_autocast_dtype(d)) for d in sorted(devices) if torch.is_autocast_enabled(d)]
@@ -104,7 +110,7 @@ class Replay:
 
     @dynamo_disable
     def _forward_ended(self, model: nn.Module, args: Any, output: Any) -> None:
-        if not model.training or self._is_running or in_backward() or not self.passes:
+        if not self._is_kept(model) or not self.passes:
             return
         with self._report.guarded("keeping a backward to replay"):
             for index, tensor in tensor_tree.tensors(output):
