@@ -2,6 +2,7 @@
 
 The variants train the same model in turns, as in overhead.py: bare, watched without logging a step, and with a flight
 recorder of 256 steps, with all norms and with global ones. No step is logged, so that only the recorder is measured.
+Then what `w.checksums()` adds to a logged step: every step is logged, without and with checksums.
 
     python benchmarks/flight.py [--threads 1 | default | N] [--seconds 60] [--models gpt2 resnet]
 
@@ -41,12 +42,22 @@ def recorded(detail: str) -> Observe:
     return observe
 
 
+def with_checksums(model: nn.Module, _optimizer: Optimizer, directory: Path) -> Monitor:
+    """A watch that logs every step, with checksums."""
+    watching = tbhooks.watch(model, directory, every=1).checksums()
+    return Monitor(watching.flush, watching.close)
+
+
 VARIANTS: dict[str, Observe] = {
     "bare": timing.bare,
     "watched, step not logged": timing.watched(every=NEVER),
     "flight recorder, all norms": recorded("parameters"),
     "flight recorder, global": recorded("global"),
+    "every step logged": timing.watched(every=1),
+    "every step logged, checksums": with_checksums,
 }
+LOGGED = "every step logged"
+"""These are compared with each other, for which fewer rounds are enough."""
 
 
 def measure(workload: Workload, seconds: float, directory: Path) -> None:
@@ -55,7 +66,15 @@ def measure(workload: Workload, seconds: float, directory: Path) -> None:
     model = workload.build().train()
     optimizer = timing.make_optimizer(model)
     variants = [
-        Variant(name, model, workload.loss, observe, directory / f"{i}", shared=optimizer)
+        Variant(
+            name,
+            model,
+            workload.loss,
+            observe,
+            directory / f"{i}",
+            shared=optimizer,
+            every_nth_round=4 if name.startswith(LOGGED) else 1,
+        )
         for i, (name, observe) in enumerate(VARIANTS.items())
     ]
     variants[0].steps(2)

@@ -4,13 +4,20 @@ The modules run on fake tensors, which gives the shapes of all activations; thei
 launches are counted where the package makes them, torch operations as they are dispatched. Copies are not launches:
 there is one to the host, and with Triton one of a table for each type of parameter, before and after the optimizer.
 
-"Before" was estimated for commit c4a9827, before parameters and rows were merged, and never counted.
+"Before" is commit c4a9827, before parameters and rows were merged. It is counted in the same way, with the code of that
+commit, if there is a checkout of it:
 
-    python benchmarks/launches.py
+    git worktree add DIRECTORY c4a9827
+    python benchmarks/launches.py [--before DIRECTORY]
 """
 
 from __future__ import annotations
 
+import argparse
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,14 +25,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from launch_counter import launched
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tbhooks.capture.recording import reducers
 from tbhooks.reduction import batched, histogram, torch_rows, triton
 
-ESTIMATED_BEFORE = {"Llama 7B, torch operations": "820,000", "Llama 7B, Triton": "3,700"}
 TABLE = Path(__file__).with_name("results") / "launches.md"
 SLOTS = histogram.SLOTS
 
@@ -40,30 +46,6 @@ class Shapes:
     @property
     def weights_and_gradients(self) -> list[Tensor]:
         return self.parameters * 2
-
-
-class Launches(TorchDispatchMode):
-    """Counts operations that start a kernel: no views, no allocations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_free = func.is_view or "empty" in func.__name__
-        self.count += 0 if is_free else 2 if "aminmax" in func.__name__ or _converts(func, args) else 1
-        return func(*args, **(kwargs or {}))
-
-
-def _converts(func: Any, args: Any) -> bool:
-    """Whether it is a torch.where that first converts one tensor to the type of the other."""
-    return func is torch.ops.aten.where.self and args[1].dtype != args[2].dtype and args[2].dim() > 0
-
-
-def launched(call: Callable[[], object]) -> int:
-    with Launches() as mode:
-        call()
-    return mode.count
 
 
 def gpt2() -> Shapes:
@@ -177,24 +159,52 @@ def together(group: Any) -> int:
     return launched(reduce)
 
 
-def main() -> None:
-    lines = [
-        "| launches of a logged step with histograms | tensors | before, estimated | counted now |",
-        "|---|---|---|---|",
+def before(checkout: Path | None, shapes: Shapes) -> dict[str, int]:
+    """The launches of the old commit, by what makes them; nothing if there is no checkout."""
+    if checkout is None:
+        return {}
+    sizes = [
+        [[tensor.numel(), str(tensor.dtype).removeprefix("torch.")] for tensor in tensors]
+        for tensors in (shapes.activations, shapes.parameters)
     ]
+    here = Path(__file__).parent
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(checkout), str(here)])}
+    command = [sys.executable, str(here / "launches_before.py")]
+    done = subprocess.run(
+        command, input=json.dumps(sizes), env=environment, cwd=checkout, capture_output=True, text=True, check=True
+    )
+    counts: dict[str, int] = json.loads(done.stdout)
+    return counts
 
-    def row(name: str, tensors: int, launches: int) -> None:
-        lines.append(f"| {name} | {tensors:,} | {ESTIMATED_BEFORE.get(name, '')} | {launches:,} |")
+
+def main() -> None:
+    """Counts, and prints a table."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--before", type=Path, metavar="DIRECTORY", help="a checkout of commit c4a9827")
+    checkout = parser.parse_args().before
+    lines = ["| launches of a logged step with histograms | tensors | before (c4a9827) | now |", "|---|---|---|---|"]
+
+    def row(name: str, tensors: int, earlier: int | None, launches: int) -> None:
+        text = "not counted" if earlier is None else f"{earlier:,}"
+        lines.append(f"| {name} | {tensors:,} | {text} | {launches:,} |")
 
     for name, make in (("GPT-2", gpt2), ("Llama 7B", llama)):
         shapes = make()
-        tensors = 2 * len(shapes.activations) + 3 * len(shapes.parameters)
-        row(f"{name}, torch operations", tensors, by_torch(shapes))
-        row(f"{name}, Triton", tensors, by_triton(shapes))
-        row(f"{name}, Triton, parameters only", 3 * len(shapes.parameters), by_triton(Shapes([], shapes.parameters)))
+        of_parameters = Shapes([], shapes.parameters)
+        tensors, few = 2 * len(shapes.activations) + 3 * len(shapes.parameters), 3 * len(shapes.parameters)
+        old = before(checkout, shapes)
+        row(f"{name}, torch operations", tensors, old.get("torch operations"), by_torch(shapes))
+        row(f"{name}, Triton", tensors, old.get("Triton"), by_triton(shapes))
+        row(f"{name}, Triton, parameters only", few, old.get("Triton, parameters only"), by_triton(of_parameters))
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         tensor = torch.empty(100_000_000, dtype=dtype, device="meta")
-        row(f"100 million elements, {str(dtype).removeprefix('torch.')}, torch operations", 1, alone(tensor))
+        earlier = before(checkout, Shapes([tensor], [])).get("torch operations")
+        text = str(dtype).removeprefix("torch.")
+        # The script counts an activation and its gradient.
+        row(
+            f"100 million elements, {text}, torch operations", 1, None if earlier is None else earlier // 2,
+            alone(tensor),
+        )  # fmt: skip
     TABLE.write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
 
