@@ -13,12 +13,13 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from tbhooks.data.checksums import DTYPES
-from tbhooks.data.frame import Frame, Site
+from tbhooks.data.frame import OPTIMIZER_KINDS, Frame, Site
 from tbhooks.runs.run import Run
 
 # In which order a step computes: weights are read by the forward, and an update is the weight after the optimizer.
-_ORDER = ("weight", "forward", "gradient", "weight_gradient", "update")
-_FORWARD = ("input", "activation", "functional")
+_ORDER = {
+    kind: i for i, kind in enumerate(("weight", "forward", "gradient", "weight_gradient", *OPTIMIZER_KINDS, "update"))
+}
 # What makes other bits, of what `Watch.environment` writes.
 _DECIDES_BITS = ("torch", "CUDA", "system", "devices", "dtypes")
 
@@ -84,7 +85,7 @@ def _different(one: Frame, two: Frame, other_types: dict[str, tuple[str, str]]) 
 
 
 def _when(site: Site) -> int:
-    return _ORDER.index("forward" if site.kind in _FORWARD else site.kind)
+    return _ORDER.get(site.kind, _ORDER["forward"])  # inputs, activations, taps, functional operations
 
 
 def _environments(first: Run, second: Run) -> dict[str, tuple[str, str]]:

@@ -463,8 +463,11 @@ def test_another_thread_gets_its_dump_when_the_step_ends() -> None:
 # --- Bounds and wrong arguments -------------------------------------------------------------------------
 
 
-def test_dumps_are_bounded_and_what_was_left_out_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flight_recorder, "MOST_DUMPS", 2)
+@pytest.mark.parametrize(("bound", "most"), [("MOST_DUMPS", 2), ("MOST_BYTES", 5000)])
+def test_dumps_are_bounded_and_what_was_left_out_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bound: str, most: int
+) -> None:
+    monkeypatch.setattr(flight_recorder, bound, most)  # a ring of 16 steps and 4 parameters has 2,176 bytes
     model = mlp()
     watching = tbhooks.watch(model, tmp_path, every=100).flight_recorder(steps=16)
     for i in range(4):

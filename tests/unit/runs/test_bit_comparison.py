@@ -21,6 +21,7 @@ from tests.support.loops import mlp, sgd
 SITES = [
     Site("a", "activation"), Site("b", "activation"), Site("b", "gradient"), Site("a", "gradient"),
     Site("a.weight", "weight"), Site("a.weight", "weight_gradient"), Site("a.weight", "update"),
+    Site("a.weight", "first_moment"), Site("a.weight", "proposed_update"), Site("a", "functional"),
 ]  # fmt: skip
 
 
@@ -44,6 +45,9 @@ def run_of(*frames: Frame, **environment: str) -> tbhooks.runs.Run:
         ({"activation_b": 1, "gradient_a": 1, "update_a": 1}, "activation/b"),
         ({"activation_a": 1, "activation_b": 1}, "activation/a"),
         ({"weight_a": 1, "activation_a": 1}, "weight/a.weight"),
+        ({"update_a": 1, "proposed_update_a": 1, "first_moment_a": 1}, "first_moment/a.weight"),
+        ({"first_moment_a": 1, "weight_gradient_a": 1}, "weight_gradient/a.weight"),
+        ({"functional_a": 1, "gradient_a": 1}, "functional/a"),
     ],
 )
 def test_forward_comes_before_backward_and_backward_before_update(changes: dict[str, int], first: str) -> None:
