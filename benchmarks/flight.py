@@ -2,7 +2,8 @@
 
 The variants train the same model in turns, as in overhead.py: bare, watched without logging a step, and with a flight
 recorder of 256 steps, with all norms and with global ones. No step is logged, so that only the recorder is measured.
-Then what `w.checksums()` adds to a logged step: every step is logged, without and with checksums.
+Then what `w.checksums()` adds to a logged step: every step is logged, without and with checksums. The ratios are those
+of whole steps; the time inside tbhooks is measured in the training thread, and varies less.
 
     python benchmarks/flight.py [--threads 1 | default | N] [--seconds 60] [--models gpt2 resnet]
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import sys
 import tempfile
 import time
@@ -37,9 +39,23 @@ def recorded(detail: str) -> Observe:
 
     def observe(model: nn.Module, _optimizer: Optimizer, directory: Path) -> Monitor:
         watching = tbhooks.watch(model, directory, every=NEVER).flight_recorder(detail=detail)
-        return Monitor(watching.flush, watching.close)
+        session, began = watching._session, [0, 0.0]
+
+        def flush() -> None:
+            """Called after the first step, which is logged, and at the end of a turn."""
+            watching.flush()
+            steps, seconds = session.clock.count, watching.stats.seconds_training
+            if steps > 1:
+                INSIDE.setdefault(detail, []).append((seconds - began[1]) / (steps - began[0]))
+            began[:] = steps, seconds
+
+        return Monitor(flush, watching.close)
 
     return observe
+
+
+INSIDE: dict[str, list[float]] = {}
+"""The seconds of each turn that a step of a watch with a flight recorder has spent inside tbhooks, by detail."""
 
 
 def with_checksums(model: nn.Module, _optimizer: Optimizer, directory: Path) -> Monitor:
@@ -87,6 +103,11 @@ def measure(workload: Workload, seconds: float, directory: Path) -> None:
     for variant in variants:
         timed = timing.compared(variant, variants[0])
         print(f"  {variant.name:30s} ratio {timed.ratio:.4f}, spread {timed.spread:.4f}, {timed.rounds} rounds")
+    bare = timing.compared(variants[0], variants[0]).milliseconds
+    for detail, measured in INSIDE.items():
+        inside = 1000 * statistics.median(measured)
+        print(f"  inside tbhooks, {detail:14s} {inside:.2f} ms of {bare:.1f} ms a step, {inside / bare:.2%}")
+    INSIDE.clear()
 
 
 def main() -> None:
