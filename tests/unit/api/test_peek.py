@@ -619,7 +619,7 @@ os._exit(0)  # gloo's threads may wait for the interpreter, which waits for them
 def test_ddp_is_not_affected_and_trains_on() -> None:
     command = [sys.executable, "-c", WITH_DDP]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
-    assert done.stdout == "True\n", done.stderr
+    assert done.stdout.endswith("True\n"), done.stderr  # Gloo of torch 2.10 prints a line before it
 
 
 def test_a_model_on_a_device_is_read_there_and_kept_on_the_host() -> None:
