@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from tbhooks.sinks.trackio import TrackioSink
     from tbhooks.sinks.wandb import WandbSink
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AimSink",

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import commands
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 import notebooks
@@ -58,12 +59,21 @@ def on_page_content(html: str, page: Any, **_others: Any) -> str:
     return html if tutorial is None else notebooks.with_outputs(html, tutorial)
 
 
+def on_post_page(output: str, page: Any, **_others: Any) -> str:
+    """Fails if a page would load anything from the network when it is read."""
+    loaded = _LOADED.findall(output)
+    if loaded:
+        raise PluginError(f"{page.file.src_uri} loads {', '.join(sorted(set(loaded)))} from the network")
+    return output
+
+
 def on_post_build(config: Any) -> None:
     """Puts the sources of pages beside them: llms.txt links to these."""
     for source in Path(config.docs_dir).glob("*.md"):
         shutil.copyfile(source, Path(config.site_dir) / source.name)
 
 
+_LOADED = re.compile(r"""<(?:script|link|img|iframe|source)\b[^>]*?\b(?:src|href)=["']?((?:https?:)?//[^"'\s>]+)""")
 _made: dict[str, notebooks.Tutorial] = {}
 
 

@@ -82,8 +82,7 @@ class Watch:
         `values` are numbers or one-element tensors by name. Tensors stay on their device until the copy of the step:
         there is no `.item()` and no synchronization. Call it anywhere in the step, or right after the step has ended.
         Values of steps that are not logged are discarded, unless `log_every` was called.
-
-        >>> w.log({"loss": loss, "eval/accuracy": 0.9})  # doctest: +SKIP
+        Example: `w.log({"loss": loss, "eval/accuracy": 0.9})`.
         """
         self._lifecycle.check_open()
         numbers = {validation.tag(name): validation.number(name, value) for name, value in validation.items(values)}
@@ -219,8 +218,7 @@ class Watch:
 
         A function that raises, returns something else, changes its tensor, draws random numbers or waits for the device
         is reported and switched off; training goes on. Raises an `ArgumentError` for wrong arguments.
-
-        >>> w.metric("logsumexp", tbhooks.metrics.logsumexp, "lm_head")  # doctest: +SKIP
+        Example: `w.metric("logsumexp", tbhooks.metrics.logsumexp, "lm_head")`.
 
         """
         self._extras.metric(name, function, pattern, kind, reduce)

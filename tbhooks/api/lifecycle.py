@@ -23,6 +23,7 @@ from torch import nn
 from tbhooks.capture.rank_context import RankContext
 from tbhooks.capture.session import CaptureSession
 from tbhooks.data.errors import ArgumentError, ClosedError
+from tbhooks.data.process.fork import in_forked_child
 from tbhooks.data.self_report import Report
 from tbhooks.delivery.worker import DEADLINE_S, Worker
 from tbhooks.distributed.topology import before_process_group_ends, is_in_job
@@ -277,7 +278,7 @@ def _install_handlers(*, in_job: bool) -> None:
     if not _handlers_installed.is_set():
         _handlers_installed.set()
         atexit.register(_close_all)
-        os.register_at_fork(after_in_child=_abandon_all)
+        in_forked_child(_abandon_all)
     if not in_job and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         _handle_sigterm(_on_sigterm)
 

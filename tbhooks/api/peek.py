@@ -60,22 +60,30 @@ ONE_PASS_RULES = tuple({**RULES, **_ONE_FRAME}.values())
 def peek(model: nn.Module, /, *args: Any, loss: Loss = None, keep: Any = None, **kwargs: Any) -> Peeked:
     """Calls `model(*args, **kwargs)` once, captures every module, and leaves the model exactly as it was.
 
-    - `loss`: a function that takes the output of the model and returns a scalar tensor, or "sum" for the sum of all
-      floating-point tensors in the output. With a loss there is a backward pass, too.
-    - `keep`: which outputs to return as tensors; selects modules as `include` of `watch` does. `frame.kept` has them,
-      as detached copies on the CPU, up to 256 MB.
-
     The pass runs in the current mode of the model (`train` or `eval`), under the current autocast and with the current
-    random state, which is restored afterwards. Open watches do not count it. Keyword arguments of the model cannot be
-    called `loss` or `keep`: pass them by position.
+    random state, which is restored afterwards. Open watches do not count it.
 
-    Returns a `Peeked`: the `Frame` of the pass with findings, `outputs`, `kept` and `notes`. Raises an `ArgumentError`
-    for a wrong argument, or for a model on the meta device or with lazy parameters. Exceptions of the model are raised.
+    Args:
+        model: the model. An exception that it raises is raised after everything was restored.
+        args: its positional arguments.
+        loss: a function that takes the output of the model and returns a scalar tensor, or "sum" for the sum of all
+            floating-point tensors in the output. With a loss there is a backward pass, too.
+        keep: which outputs to return as tensors; selects modules as `include` of `watch` does. `frame.kept` has them,
+            as detached copies on the CPU, up to 256 MB.
+        kwargs: its keyword arguments. Pass those that are called `loss` or `keep` by position.
 
-    >>> import torch, tbhooks
-    >>> frame = tbhooks.peek(torch.nn.Linear(2, 1), torch.ones(4, 2), loss="sum")
-    >>> frame["weight", "weight_gradient"].mean, frame.outputs["(root)"].shape
-    (4.0, (4, 1))
+    Returns:
+        A `Peeked`: the `Frame` of the pass with findings, `outputs`, `kept` and `notes`.
+
+    Raises:
+        ArgumentError: for a wrong argument, or for a model on the meta device or with lazy parameters.
+
+    Examples:
+        >>> import torch, tbhooks
+        >>> frame = tbhooks.peek(torch.nn.Linear(2, 1), torch.ones(4, 2), loss="sum")
+        >>> frame["weight", "weight_gradient"].mean, frame.outputs["(root)"].shape
+        (4.0, (4, 1))
+
     """
     if not isinstance(model, nn.Module):
         raise invalid_argument("model", "a torch.nn.Module", model)

@@ -58,35 +58,46 @@ def watch(
 ) -> Watch:
     """Watches the training of a model: this is the one line that a script needs.
 
-    Steps count from 0, and every `every`-th is logged: statistics of activations, gradients, weights and updates are
-    computed on the device, copied once, and written by a background thread. Training itself is not changed.
+    Steps count from 0, and step k is logged if `k % every == 0`. Statistics of activations, gradients, weights and
+    updates are computed on the device, copied once per logged step, and written by a background thread. Training is
+    not changed.
 
-    - `writer`: where to write. A `SummaryWriter` of torch or tensorboardX, a directory (str or Path; one that ends
-      with a slash is a parent, and `runs/` becomes `runs/<model>-<time>`), a run of wandb, mlflow or aim, a function
-      that takes a `Frame`, any `Sink`, or a list of those. None keeps the last logged steps in memory only.
-    - `every`: the interval of logged steps.
-    - `kinds`: what to capture: "activation", "gradient", "weight", "weight_gradient", "update" (all of them by
-      default), "input", "functional".
-    - `include`, `exclude`: which modules: a glob over module paths, a module class, a function of path and module, or
-      a list of those.
-    - `histograms`: True for histograms that become rarer in long runs, False for none, n for every n-th logged step.
-    - `scalars`: which statistics are also TensorBoard scalars: "core", "all", a list of their names, or (). "auto" is
-      "core" for up to 300 of them; beyond, summaries by kind and by role take the place of single layers.
-    - `rules`: which rules look for problems: "default", (), or a list of rules and their names.
-    - `step`: what ends a step: "optimizer", "forward", "manual" (only `Watch.step`), or "auto" to find out.
-    - `ranks`: "local" to capture the first rank of a distributed job only, "merge" to merge all ranks.
+    Args:
+        model: the model that is trained, before or after it is wrapped or compiled.
+        writer: where to write. A `SummaryWriter` of torch or tensorboardX, a directory (str or Path), a run of wandb,
+            mlflow, aim, trackio or swanlab, a function that takes a `Frame`, any `Sink`, or a list of those. In a
+            directory that ends with a slash, such as `runs/`, a new run `runs/<model>-<time>` is made. None keeps the
+            last 1000 logged steps in memory only.
+        every: how many steps there are from one logged step to the next.
+        kinds: what to capture: "activation", "gradient", "weight", "weight_gradient", "update" (all of these by
+            default), "input", "functional".
+        include: which modules to watch: a glob over module paths, a module class, a function of path and module, or a
+            list of those. All by default.
+        exclude: which of these not to watch; takes the same.
+        histograms: True for histograms that become rarer in long runs, False for none, n for every n-th logged step.
+        scalars: which statistics are also TensorBoard scalars: "core", "all", a list of names such as
+            "activation.std", or () for none. "auto" is "core" if that makes up to 300 scalars; otherwise summaries
+            by kind and by role are written instead of single layers.
+        rules: which rules look for problems: "default", (), or a list of rules and their names.
+        step: what ends a step: "optimizer", "forward", "manual" (only `Watch.step`), or "auto" to find out.
+        ranks: "local" captures the first rank of a distributed job only, "merge" merges the statistics of all ranks.
 
-    Returns the `Watch`. It closes at exit, by `close()`, or at the end of a `with` block. Raises an `ArgumentError`
-    if an argument is not accepted, or if the ranks to merge do not have the same model and options.
+    Returns:
+        The `Watch`. It closes at exit, by `close()`, or at the end of a `with` block.
 
-    >>> import torch, tbhooks
-    >>> model = torch.nn.Linear(2, 1)
-    >>> w = tbhooks.watch(model, every=1)
-    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    >>> model(torch.ones(4, 2)).sum().backward(); optimizer.step()
-    >>> w.latest["weight", "weight_gradient"].mean
-    4.0
-    >>> w.close()
+    Raises:
+        ArgumentError: if an argument is not accepted, or if the ranks to merge differ in model or options.
+
+    Examples:
+        >>> import torch, tbhooks
+        >>> model = torch.nn.Linear(2, 1)
+        >>> w = tbhooks.watch(model, every=1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> model(torch.ones(4, 2)).sum().backward(); optimizer.step()
+        >>> w.latest["weight", "weight_gradient"].mean
+        4.0
+        >>> w.close()
+
     """
     _check_model(model)
     schedule = Schedule(check_integer("every", every), validation.histograms(histograms))

@@ -223,8 +223,10 @@ class Frame:
 
     `frame[path, kind]` is the `Reading` of a site, and raises an `UnknownSiteError` if there is none:
 
-    >>> w.latest["encoder.0", "activation"].std  # doctest: +SKIP
-    >>> w.latest["encoder.0.weight", "weight_gradient"].norm  # doctest: +SKIP
+    Examples:
+        >>> w.latest["encoder.0", "activation"].std  # doctest: +SKIP
+        >>> w.latest["encoder.0.weight", "weight_gradient"].norm  # doctest: +SKIP
+
     """
 
     step: int

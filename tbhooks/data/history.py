@@ -33,8 +33,10 @@ class History:
     It is a sequence: `history[-1]`, `len(history)`, `for frame in history`. It keeps up to 1000 frames, and the
     histograms of the newest 50. `early` has the first 15 frames of training for good, without histograms.
 
-    >>> steps, values = w.history.series("fc", "gradient", "norm")  # doctest: +SKIP
-    >>> steps, losses = w.history.scalar("train/loss")  # doctest: +SKIP
+    Examples:
+        >>> steps, values = w.history.series("fc", "gradient", "norm")  # doctest: +SKIP
+        >>> steps, losses = w.history.scalar("train/loss")  # doctest: +SKIP
+
     """
 
     def __init__(self, most_frames: int = MOST_FRAMES) -> None:

@@ -29,8 +29,10 @@ class Output:
 class Peeked(Frame):
     """The frame of one pass through a model, returned by `tbhooks.peek`. Shows itself as a table in notebooks.
 
-    >>> frame = tbhooks.peek(model, x, keep="conv1")  # doctest: +SKIP
-    >>> frame["conv1", "activation"].std, frame.outputs["conv1"].shape, frame.kept["conv1"]  # doctest: +SKIP
+    Examples:
+        >>> frame = tbhooks.peek(model, x, keep="conv1")  # doctest: +SKIP
+        >>> frame["conv1", "activation"].std, frame.outputs["conv1"].shape, frame.kept["conv1"]  # doctest: +SKIP
+
     """
 
     outputs: Mapping[str, Output] = field(default_factory=dict)

@@ -26,7 +26,8 @@ def watch(accelerator: Any, model: nn.Module, writer: Any = None, every: int = 1
     Returns:
         The `Watch`. Raises ArgumentError as `tbhooks.watch` does.
 
-    >>> watch(accelerator, model, every=100)  # doctest: +SKIP
+    Examples:
+        >>> watch(accelerator, model, every=100)  # doctest: +SKIP
 
     """
     destination = _trackers(accelerator) if writer is None else writer

@@ -24,7 +24,8 @@ def attach(trainer: Any, model: nn.Module, writer: Any = None, every: int = 100,
     Returns:
         The `Watch` of the first run. Raises ArgumentError as `tbhooks.watch` does.
 
-    >>> attach(trainer, model, SummaryWriter("runs/try"), every=100)  # doctest: +SKIP
+    Examples:
+        >>> attach(trainer, model, SummaryWriter("runs/try"), every=100)  # doctest: +SKIP
 
     """
     session = TrainingSession(every, options)

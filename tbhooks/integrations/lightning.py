@@ -45,7 +45,8 @@ class WatchCallback(_Callback):  # type: ignore[misc]
 
     Raises ArgumentError for an unknown option.
 
-    >>> trainer = Trainer(callbacks=[WatchCallback(every=100)])  # doctest: +SKIP
+    Examples:
+        >>> trainer = Trainer(callbacks=[WatchCallback(every=100)])  # doctest: +SKIP
 
     """
 

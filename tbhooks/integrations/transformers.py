@@ -23,7 +23,8 @@ class WatchCallback(TrainerCallback):
 
     Raises ArgumentError for an unknown option.
 
-    >>> trainer = Trainer(model, arguments, callbacks=[WatchCallback(every=100)])  # doctest: +SKIP
+    Examples:
+        >>> trainer = Trainer(model, arguments, callbacks=[WatchCallback(every=100)])  # doctest: +SKIP
 
     """
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import doctest
 import importlib
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 import tbhooks
 from tests.support import docs
@@ -57,4 +59,11 @@ def test_every_option_of_watch_is_in_the_readme() -> None:
 
 
 def test_the_version_is_the_same_everywhere() -> None:
-    assert f'version = "{tbhooks.__version__}"' in (ROOT / "pyproject.toml").read_text()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert project["project"]["dynamic"] == ["version"]
+    assert project["tool"]["hatch"]["version"]["path"] == "tbhooks/__init__.py"
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    released, date = re.findall(r"^## \[(\d+\.\d+\.\d+)\] - (\S+)$", changelog, flags=re.MULTILINE)[0]
+    assert (citation["version"], released) == (tbhooks.__version__, tbhooks.__version__)
+    assert citation["date-released"] == date

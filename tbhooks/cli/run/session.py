@@ -18,6 +18,7 @@ from tbhooks.cli.run import console
 from tbhooks.cli.run.console import Terminal
 from tbhooks.cli.run.launcher import launch
 from tbhooks.cli.run.options import Options, Target
+from tbhooks.data.process.fork import in_forked_child
 from tbhooks.data.process.patching import Wrapper, wrapping
 from tbhooks.data.process.rank import rank_and_world
 from tbhooks.data.self_report import logger
@@ -78,7 +79,7 @@ class Session:
         """Patches the constructors, and registers the summary for the end of the process."""
         self.patch()
         self.terminal.start()
-        os.register_at_fork(after_in_child=self._stop)
+        in_forked_child(self._stop)
         # Registered before the script registers anything, so that it runs last.
         atexit.register(self._end)
 

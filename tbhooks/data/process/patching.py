@@ -27,7 +27,6 @@ wrapper in the meantime, the wrapper stays where it is and only passes calls on.
 from __future__ import annotations
 
 import copyreg
-import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -35,6 +34,8 @@ from functools import partial
 from typing import Any
 
 import wrapt
+
+from tbhooks.data.process.fork import in_forked_child
 
 Wrapper = Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]
 """Called with the wrapped function, the instance it is bound to, its arguments and its keyword arguments."""
@@ -182,4 +183,4 @@ def _forked() -> None:
     _lock = threading.RLock()
 
 
-os.register_at_fork(after_in_child=_forked)
+in_forked_child(_forked)

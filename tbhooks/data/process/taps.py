@@ -28,7 +28,8 @@ def tap(name: str, tensor: Value) -> Value:
     Returns:
         `tensor` itself, unchanged.
 
-    >>> scores = tbhooks.tap("scores", q @ k.transpose(-2, -1))  # doctest: +SKIP
+    Examples:
+        >>> scores = tbhooks.tap("scores", q @ k.transpose(-2, -1))  # doctest: +SKIP
 
     """
     if read is not None:
