@@ -58,35 +58,24 @@ def watch(
 ) -> Watch:
     """Watches the training of a model: this is the one line that a script needs.
 
-    Steps count from 0, and step k is logged if `k % every == 0`. Statistics of activations, gradients, weights and
-    updates are computed on the device, copied once per logged step, and written by a background thread. Training is
-    not changed.
+    Step k, counted from 0, is logged if `k % every == 0`. Raises an `ArgumentError` if an argument is not accepted.
 
     Args:
         model: the model that is trained, before or after it is wrapped or compiled.
-        writer: where to write. A `SummaryWriter` of torch or tensorboardX, a directory (str or Path), a run of wandb,
-            mlflow, aim, trackio or swanlab, a function that takes a `Frame`, any `Sink`, or a list of those. In a
-            directory that ends with a slash, such as `runs/`, a new run `runs/<model>-<time>` is made. None keeps the
-            last 1000 logged steps in memory only.
+        writer: a `SummaryWriter`, a directory, a run of wandb, mlflow, aim, trackio or swanlab, a function that takes a
+            `Frame`, any `Sink`, or a list of those. `runs/` makes a new run in `runs`. None: memory only.
         every: how many steps there are from one logged step to the next.
-        kinds: what to capture: "activation", "gradient", "weight", "weight_gradient", "update" (all of these by
-            default), "input", "functional".
-        include: which modules to watch: a glob over module paths, a module class, a function of path and module, or a
-            list of those. All by default.
-        exclude: which of these not to watch; takes the same.
-        histograms: True for histograms that become rarer in long runs, False for none, n for every n-th logged step.
-        scalars: which statistics are also TensorBoard scalars: "core", "all", a list of names such as
-            "activation.std", or () for none. "auto" is "core" if that makes up to 300 scalars; otherwise summaries
-            by kind and by role are written instead of single layers.
+        kinds: "activation", "gradient", "weight", "weight_gradient", "update" (the default), "input", "functional".
+        include: modules to watch: a glob over paths, a class, a function of path and module, or a list of those.
+        exclude: modules not to watch; takes the same.
+        histograms: True: rarer and rarer in long runs. False: none. n: on every n-th logged step.
+        scalars: statistics that are also TensorBoard scalars: "core", "all", a list of names, or (). "auto" is "core"
+            if that makes up to 300 scalars; otherwise summaries by kind and by role instead of single layers.
         rules: which rules look for problems: "default", (), or a list of rules and their names.
         step: what ends a step: "optimizer", "forward", "manual" (only `Watch.step`), or "auto" to find out.
-        ranks: "local" captures the first rank of a distributed job only, "merge" merges the statistics of all ranks.
+        ranks: "local" captures the first rank of a job only, "merge" merges the statistics of all ranks.
 
-    Returns:
-        The `Watch`. It closes at exit, by `close()`, or at the end of a `with` block.
-
-    Raises:
-        ArgumentError: if an argument is not accepted, or if the ranks to merge differ in model or options.
+    Returns the `Watch`. It closes at exit, by `close()`, or at the end of a `with` block.
 
     Examples:
         >>> import torch, tbhooks
