@@ -6,12 +6,13 @@ import os
 import shutil
 import subprocess
 import sys
+import venv
 import zipfile
 from pathlib import Path
 
 import pytest
 
-from tests.support.slow import cases
+from tests.support.slow import cases, slow
 
 ROOT = Path(__file__).parents[2]
 KERNEL = "tbhooks/reduction/_kernel.so"
@@ -51,3 +52,25 @@ def test_an_installed_wheel_has_the_kernel_unless_it_is_the_pure_one(pure: bool,
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert done.stdout.split() == [str(tmp_path / "site" / "tbhooks" / "reduction" / "cpu.py"), str(not pure)]
+
+
+@slow(
+    "installs torch into a venv of its own",
+    covered_by="test_an_installed_wheel_has_the_kernel_unless_it_is_the_pure_one",
+)
+@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+@pytest.mark.timeout(1200)
+def test_a_wheel_in_an_empty_venv_has_the_kernel_and_runs_the_demo(tmp_path: Path) -> None:
+    wheel = build(tmp_path, pure=False)
+    venv.create(tmp_path / "venv", with_pip=True)
+    python, alone = tmp_path / "venv" / "bin" / "python", {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    install = ["-m", "pip", "install", "--quiet", "--constraint", str(ROOT / "constraints.txt"), f"{wheel}[demo]"]
+    subprocess.run([python, *install], check=True, env=alone)
+    done = subprocess.run([python, "-c", PROGRAM], cwd=tmp_path, env=alone, capture_output=True, text=True, check=True)
+    assert done.stdout.split()[1] == "True"
+    assert str(tmp_path / "venv") in done.stdout
+    demo = [tmp_path / "venv" / "bin" / "tbhooks", "demo", "--steps", "60"]
+    done = subprocess.run(demo, cwd=tmp_path, env=alone, capture_output=True, text=True, check=True)
+    assert "Update-to-weight ratio too high" in done.stdout
+    check = [tmp_path / "venv" / "bin" / "tbhooks", "check", "runs/digits"]
+    assert subprocess.run(check, cwd=tmp_path, env=alone, check=False).returncode == 0
