@@ -6,7 +6,7 @@ DEMO := $(VENV)/.demo
 PIP := $(PYTHON) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 SOURCES := pyproject.toml constraints.txt hatch_build.py tbhooks/reduction/kernel.c
 
-.PHONY: demo docs test test-slow test-all test-torch test-browser test-triton test-trackers lint bench notebooks pictures clinic look dist clean
+.PHONY: demo docs test test-slow test-all test-torch test-browser test-triton test-trackers test-deepspeed lint bench notebooks pictures clinic look dist clean
 
 demo: $(DEMO)  ## train a small CNN on digits, watched, and say how to look at it
 	$(PYTHON) -m tbhooks demo
@@ -44,6 +44,14 @@ test-trackers: $(READY)  ## MLflow, Aim, Trackio and SwanLab; 610 MB, kept apart
 		> "$$($(VENV)/trackers/bin/python -c 'import site; print(site.getsitepackages()[0])')/main.pth"
 	$(VENV)/trackers/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[aim,mlflow,swanlab,trackio]'
 	$(PYTHON) -m tests.support.groups trackers
+
+test-deepspeed: $(READY)  ## DeepSpeed ZeRO with real processes; kept apart in a venv that sees this one
+	test -d $(VENV)/deepspeed || python3 -m venv $(VENV)/deepspeed
+	$(PYTHON) -c "import site; print('import site; site.addsitedir(%r)' % site.getsitepackages()[0])" \
+		> "$$($(VENV)/deepspeed/bin/python -c 'import site; print(site.getsitepackages()[0])')/main.pth"
+	$(VENV)/deepspeed/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt ninja setuptools wheel
+	DS_BUILD_OPS=0 $(VENV)/deepspeed/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-build-isolation deepspeed
+	$(PYTHON) -m tests.support.groups deepspeed
 
 lint: $(READY)
 	$(PYTHON) -m ruff check .

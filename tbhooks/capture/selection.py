@@ -24,7 +24,9 @@ _WRAPPED_AS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """The module inside the wrappers of torch.compile, data parallelism, checkpointing and Lightning's Fabric."""
+    """The module inside the wrappers of torch.compile, data parallelism, DeepSpeed, checkpointing and
+    Lightning's Fabric.
+    """
     while (inner := _wrapped(module)) is not None:
         module = inner
     return module
@@ -34,12 +36,17 @@ def _wrapped(module: nn.Module) -> nn.Module | None:
     parts = module._modules
     if not parts:
         return None
-    if isinstance(module, DataParallel | DistributedDataParallel):
+    if isinstance(module, DataParallel | DistributedDataParallel) or _is_engine(module):
         return parts.get("module")
     for name in _WRAPPED_AS:
         if name in parts:
             return parts[name]
     return None
+
+
+def _is_engine(module: nn.Module) -> bool:
+    """Whether it is an engine of DeepSpeed."""
+    return type(module).__module__.startswith("deepspeed.runtime.")
 
 
 @dataclass(frozen=True)

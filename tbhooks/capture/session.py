@@ -70,7 +70,9 @@ class CaptureSession:
             self._model, self.recorder, self.observer, self.forwards, self._scalars, self.samples, context, submit,
             self._forward_begins, report,
         )  # fmt: skip
-        self.parameters = ParameterReader(model, selector, self.recorder, self._groups, report)
+        self.parameters = ParameterReader(
+            model, selector, self.recorder, self._groups, report, merges_ranks=self._rank_group is not None
+        )
         self.clock = Clock(
             mode, context.first_step, self._model, self.observer, self.parameters, self.forwards, self, report
         )

@@ -61,20 +61,9 @@ def is_of_first_fsdp(parameter: Tensor) -> bool:
     return bool(getattr(parameter, "_fsdp_flattened", False)) or type(parameter).__name__ == "FlatParameter"
 
 
-def gradient_keeper(parameter: Tensor) -> str | None:
-    """The framework that keeps the gradient of a parameter in a buffer of its own, by the attributes it gives to
-    parameters; None if it is in `grad`.
-    """
-    if parameter.grad is None and (hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping")):
-        return "DeepSpeed ZeRO (deepspeed.utils.safe_get_full_grad)"
-    if parameter.grad is None and getattr(parameter, "main_grad", None) is not None:
-        return "Megatron (main_grad)"
-    return None
-
-
 def needs_others_to_run(model: nn.Module) -> bool:
     """Whether its forward is known to communicate with other ranks."""
-    if any(is_dtensor(parameter) or is_of_first_fsdp(parameter) for parameter in model.parameters()):
+    if any(is_dtensor(each) or is_of_first_fsdp(each) or hasattr(each, "ds_id") for each in model.parameters()):
         return True
     return are_several() and any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
 

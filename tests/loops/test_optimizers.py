@@ -464,14 +464,77 @@ def test_a_weight_whose_gradient_comes_later_in_the_step_has_one() -> None:
     assert missing(watching)[-1] == set()
 
 
-@pytest.mark.parametrize(
-    ("attribute", "name"), [("ds_id", "DeepSpeed"), ("_hp_mapping", "DeepSpeed"), ("main_grad", "Megatron")]
-)
-def test_gradients_that_another_framework_keeps_are_named(attribute: str, name: str) -> None:
-    """These frameworks mark a parameter with such an attribute, and move its gradient away during backward."""
+class Megatron:
+    """Keeps gradients in `main_grad` as Megatron's DDP does, and gives a torch optimizer float32 copies of the weights
+    (`main_param`), each as a whole or as a flat shard.
+    """
+
+    def __init__(self, model: nn.Module, form: str) -> None:
+        self.model, self.form = model, form
+        for parameter in model.parameters():
+            parameter.main_grad = torch.zeros(parameter.shape)
+            parameter.register_post_accumulate_grad_hook(self._accumulate)
+            if form != "weights":
+                main = parameter.detach().clone().float()
+                parameter.main_param = (main if form == "copies" else main.view(-1)[1:].clone()).requires_grad_()
+                parameter.main_param_sharded = form == "shards"
+        self.optimizer = SGD([getattr(p, "main_param", p) for p in model.parameters()], lr=0.1)
+
+    @staticmethod
+    def _accumulate(parameter: nn.Parameter) -> None:
+        parameter.main_grad.add_(parameter.grad)
+        parameter.grad = None
+
+    def step(self) -> None:
+        for parameter in self.model.parameters():
+            if self.form == "weights":
+                parameter.grad = parameter.main_grad
+            else:
+                main = parameter.main_param
+                main.grad = parameter.main_grad.view(-1)[-main.numel() :].view(main.shape).clone()
+        self.optimizer.step()
+        for parameter in self.model.parameters():
+            parameter.grad = None
+            if self.form != "weights":
+                main = parameter.main_param.detach()
+                parameter.data.view(-1)[-main.numel() :] = main.view(-1).to(parameter.dtype)
+            parameter.main_grad.zero_()
+
+
+@pytest.mark.parametrize("form", ["weights", "copies", "shards"])
+@pytest.mark.parametrize("micro", [1, 3])
+def test_gradients_that_megatron_keeps_in_main_grad_are_read(form: str, micro: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3).to(torch.bfloat16 if form != "weights" else torch.float32)
+    training = Megatron(model, form)
+    seen = []
+    with tbhooks.watch(model, every=1, rules=()) as watching:
+        for step in range(3):
+            for part in range(micro):
+                x = torch.randn(5, 4, generator=torch.Generator().manual_seed(10 * step + part))
+                model(x.to(model.weight.dtype)).float().square().sum().backward()
+            mains = {name: getattr(p, "main_param", p) for name, p in model.named_parameters()}
+            before = {name: main.detach().double().numpy().copy() for name, main in mains.items()}
+            gradients = {name: p.main_grad.double().numpy().copy() for name, p in model.named_parameters()}
+            training.step()
+            seen.append((before, gradients, {name: main.detach().double().numpy() for name, main in mains.items()}))
+    assert [frame.step for frame in watching.history] == [0, 1, 2]
+    assert watching.stats.errors == 0
+    for frame, (before, gradients, after) in zip(watching.history, seen, strict=True):
+        for name, weight in before.items():
+            used = gradients[name].reshape(-1)[-weight.size :]
+            change = after[name].copy() if frame.step == 2 else seen[frame.step + 1][0][name]
+            assert frame[name, "weight"].norm == pytest.approx(np.linalg.norm(weight))
+            assert frame[name, "weight_gradient"].norm == pytest.approx(np.linalg.norm(used))
+            assert frame[name, "weight_gradient"].count == weight.size
+            assert frame[name, "update"].norm == pytest.approx(np.linalg.norm(change - weight), rel=1e-5)
+
+
+def test_partitions_that_no_torch_optimizer_steps_are_named() -> None:
+    """DeepSpeed marks a parameter with such an attribute, and moves its gradient away during backward."""
     model = nn.Linear(4, 2)
     for parameter in model.parameters():
-        setattr(parameter, attribute, torch.zeros_like(parameter))
+        parameter._hp_mapping = SimpleNamespace(get_hp_fragment=parameter.detach().clone)
         parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
     with tbhooks.watch(model, every=1, step="manual") as watching:
         model(torch.ones(2, 4)).sum().backward()
@@ -479,6 +542,6 @@ def test_gradients_that_another_framework_keeps_are_named(attribute: str, name: 
     assert {"weight_gradient/weight", "update/weight", "weight_gradient/bias", "update/bias"} <= set(
         watching.stats.unseen
     )
-    assert name in watching.stats.unseen["weight_gradient/weight"]
-    assert any(name in message for message in watching.stats.messages)
+    assert "DeepSpeed" in watching.stats.unseen["weight_gradient/weight"]
+    assert any("DeepSpeed" in message for message in watching.stats.messages)
     assert ("weight", "weight") in watching.latest

@@ -27,7 +27,13 @@ PARALLEL = ("-n", os.environ.get("TBHOOKS_TEST_PROCESSES", "3"), "--dist", "load
 TRITON = "tests/unit/reduction/test_triton.py"
 COMPILED = "tests/unit/reduction/test_triton_compiled.py"
 # These have groups of their own, which set up what they need.
-OTHERS = ("--ignore=tests/browser", "--ignore=tests/trackers", f"--ignore={TRITON}", f"--ignore={COMPILED}")
+OTHERS = (
+    "--ignore=tests/browser",
+    "--ignore=tests/trackers",
+    "--ignore=tests/deepspeed",
+    f"--ignore={TRITON}",
+    f"--ignore={COMPILED}",
+)
 DEPEND_ON_TORCH = (
     "tests/loops",
     "tests/unit/capture",
@@ -54,6 +60,10 @@ def _trackers() -> str:
     return "" if (VENV / "trackers").is_dir() else "the trackers are not installed (make test-trackers does)"
 
 
+def _deepspeed() -> str:
+    return "" if (VENV / "deepspeed").is_dir() else "DeepSpeed is not installed (make test-deepspeed does)"
+
+
 @dataclass(frozen=True)
 class Group:
     """Arguments for pytest, and what they need."""
@@ -72,6 +82,7 @@ GROUPS: dict[str, Group] = {
     "browser": Group(("tests/browser",), _browser),
     "triton": Group((TRITON,), _triton, environment={"TRITON_INTERPRET": "1", "PYTHONPATH": str(VENV / "triton")}),
     "triton-compiled": Group((COMPILED,), _triton, environment={"PYTHONPATH": str(VENV / "triton")}),
+    "deepspeed": Group(("tests/deepspeed",), _deepspeed, str(VENV / "deepspeed" / "bin" / "python")),
     "trackers": Group(("tests/trackers",), _trackers, str(VENV / "trackers" / "bin" / "python")),
 }
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tbhooks.capture import sharded_tensors
+from tbhooks.capture.parameters.master_weights import Master
 from tbhooks.capture.recording.recorder import NO_SITE, Recorder, can_be_one_of_many, can_be_together
 from tbhooks.data.frame import Site
 from tbhooks.data.self_report import Report, listed
@@ -53,18 +54,22 @@ class OptimizerStateReader:
         self._waiting: list[tuple[int, Tensor]] = []
 
     def read(
-        self, optimizer: Optimizer, paths: Mapping[int, str], before: Callable[[int, Tensor], Tensor | None]
-    ) -> None:
-        """Reads the state of the parameters in `paths`, by their ids. `before` returns a weight before the step."""
+        self, optimizer: Optimizer, paths: Mapping[int, str], before: Callable[[int, Tensor], Tensor | None],
+        held: Mapping[int, Tensor], masters: Mapping[int, Master],
+    ) -> None:  # fmt: skip
+        """Reads the state of the parameters in `paths`, by their ids. `before` returns a weight before the step.
+
+        `held` are the optimizer's own tensors that stand for parameters, and `masters` the parts they have of them.
+        """
         without = []
-        for holder, group, parameter in _owners(optimizer):
-            path = paths.get(id(parameter))
-            if path is None or parameter.grad is None:
+        for owned in _owners(optimizer, _stand_ins(held, masters)):
+            path = paths.get(owned.key)
+            if path is None or owned.parameter.grad is None:
                 continue
-            moments = _moments(group, holder.state.get(parameter, {}), parameter)
+            moments = _moments(owned.group, owned.state, owned.parameter)
             if moments.first is None and moments.second is None:
                 without.append(path)
-            for kind, tensor in self._tensors(holder, group, parameter, moments, before):
+            for kind, tensor in self._tensors(owned, moments, before):
                 self._add(path, kind, tensor)
         self._flush()
         name = f"optimizer_state/{type(optimizer).__name__}"
@@ -73,12 +78,11 @@ class OptimizerStateReader:
             self._report.mark_unseen(name, why, replace=True)
 
     def _tensors(
-        self, optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor, moments: _Moments,
-        before: Callable[[int, Tensor], Tensor | None],
-    ) -> Iterator[tuple[str, Tensor]]:  # fmt: skip
+        self, owned: _Owned, moments: _Moments, before: Callable[[int, Tensor], Tensor | None]
+    ) -> Iterator[tuple[str, Tensor]]:
         first, second, root = moments.first, moments.second, moments.root
-        gradient = _wide(parameter.grad)
-        if gradient is not None and group.get("maximize"):
+        gradient = _wide(owned.parameter.grad)
+        if gradient is not None and owned.group.get("maximize"):
             gradient = -gradient
         if first is not None:
             yield "first_moment", first
@@ -89,7 +93,7 @@ class OptimizerStateReader:
             yield "below_epsilon", (root < moments.epsilon).to(root.dtype)
             if gradient is not None:
                 yield "normalized_gradient", gradient / root.clamp(min=moments.epsilon)
-        proposed = _proposed(optimizer, group, parameter, moments, before)
+        proposed = _proposed(owned, moments, before)
         if proposed is not None:
             yield "proposed_update", proposed
 
@@ -110,17 +114,56 @@ class OptimizerStateReader:
                 self._recorder.record(site, each)
 
 
-def _owners(optimizer: Optimizer, depth: int = 3) -> Iterator[tuple[Optimizer, Mapping[str, Any], Tensor]]:
+@dataclass(frozen=True)
+class _Owned:
+    """A parameter, or the part of one on this rank, with its group, its state, and the optimizer that has it."""
+
+    key: int
+    parameter: Tensor
+    group: Mapping[str, Any]
+    state: Mapping[str, Any]
+    optimizer: Optimizer
+
+
+_StandIns = Mapping[int, list[tuple[int, Master]]]
+
+
+def _stand_ins(held: Mapping[int, Tensor], masters: Mapping[int, Master]) -> _StandIns:
+    """The parameters that each tensor of an optimizer stands for, by its id."""
+    found: dict[int, list[tuple[int, Master]]] = {}
+    for key, tensor in held.items():
+        found.setdefault(id(tensor), []).append((key, masters[key]))
+    return found
+
+
+def _parts(
+    optimizer: Optimizer, group: Mapping[str, Any], tensor: Tensor, parts: list[tuple[int, Master]]
+) -> Iterator[_Owned]:
+    """The parameters that one tensor of an optimizer stands for, each with its part of the gradient and the state."""
+    for key, master in parts:
+        state = {
+            name: master.part_of(value, tensor) if isinstance(value, Tensor) and value.shape == tensor.shape else value
+            for name, value in optimizer.state.get(tensor, {}).items()
+        }
+        weight = master.weight.detach()
+        weight.grad = None if tensor.grad is None else master.part_of(tensor.grad, tensor)
+        yield _Owned(key, weight, group, state, optimizer)
+
+
+def _owners(optimizer: Optimizer, stand_ins: _StandIns, depth: int = 3) -> Iterator[_Owned]:
     """The parameters, each with its group and the optimizer that has its state: this one, or one that it wraps."""
     if not optimizer.state and depth:
         wrapped = [getattr(optimizer, name, None) for name in WRAPPED]
         inner = next((each for each in wrapped if isinstance(each, Optimizer) and each is not optimizer), None)
         if inner is not None:
-            yield from _owners(inner, depth - 1)
+            yield from _owners(inner, stand_ins, depth - 1)
             return
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            yield optimizer, group, parameter
+            if id(parameter) in stand_ins:
+                yield from _parts(optimizer, group, parameter, stand_ins[id(parameter)])
+            else:
+                yield _Owned(id(parameter), parameter, group, optimizer.state.get(parameter, {}), optimizer)
 
 
 def _wide(tensor: object) -> Tensor | None:
@@ -188,19 +231,17 @@ def _bias_correction(group: Mapping[str, Any], state: Mapping[str, Any], which: 
     return correction
 
 
-def _proposed(
-    optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor, moments: _Moments,
-    before: Callable[[int, Tensor], Tensor | None],
-) -> Tensor | None:  # fmt: skip
+def _proposed(owned: _Owned, moments: _Moments, before: Callable[[int, Tensor], Tensor | None]) -> Tensor | None:
     """What the optimizer adds to the weight, without decoupled weight decay. Of Adam it is computed from the moments,
     before it is rounded to the weight's dtype; of others it is the change of the weight.
     """
+    optimizer, group, parameter = owned.optimizer, owned.group, owned.parameter
     rate: Any = group.get("lr")
     if isinstance(optimizer, torch.optim.Adam) and moments.first is not None and moments.root is not None:
-        rate = rate / _bias_correction(group, optimizer.state[parameter], 0)
+        rate = rate / _bias_correction(group, owned.state, 0)
         proposed: Tensor = moments.first / (moments.root + moments.epsilon) * -rate
         return proposed
-    after, earlier = sharded_tensors.local_tensor(parameter), before(id(parameter), parameter)
+    after, earlier = sharded_tensors.local_tensor(parameter), before(owned.key, parameter)
     if after is None or earlier is None or not after.is_floating_point():
         return None
     wide = torch.float64 if after.dtype is torch.float64 else torch.float32

@@ -17,14 +17,16 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from tbhooks.capture import selection, sharded_tensors
-from tbhooks.capture.parameters import weight_sample
+from tbhooks.capture.parameters import master_weights, weight_sample
 from tbhooks.capture.parameters.grad_norm import total_norm
+from tbhooks.capture.parameters.master_weights import Master
 from tbhooks.capture.parameters.optimizer_state import OptimizerStateReader
 from tbhooks.capture.parameters.weight_sample import NO_ROOM
 from tbhooks.capture.parameters.weight_snapshots import WeightSnapshots
 from tbhooks.capture.recording.recorder import NO_SITE, Recorder, Wanted, can_be_one_of_many, can_be_together
 from tbhooks.capture.recording.step_table import PARAMETER_KINDS
 from tbhooks.capture.scalars.noise_scale import NoiseScale
+from tbhooks.capture.step import zero_step
 from tbhooks.capture.step.optimizer_round import GroupNumbers, parameter_ids
 from tbhooks.data.frame import MISSING_GRADIENT, OPTIMIZER_KINDS, OPTIMIZER_PARTS, RAW_GRADIENT_NORM, Site
 from tbhooks.data.self_report import Report
@@ -38,8 +40,8 @@ NOT_COPIED = (
 )
 
 NOT_READ = (
-    "the gradients and updates of weights are not seen: {} keeps them in buffers of its own. Log what you need of them "
-    "with w.log()"
+    "the gradients and updates of weights are not seen: DeepSpeed ZeRO keeps them in partitions of its own, and no "
+    "torch optimizer has stepped those. Log what you need of them with w.log()"
 )
 
 
@@ -67,13 +69,15 @@ class ParameterReader:
     """Reads the selected parameters of one model, each once per logged step. `key` is the id of a parameter."""
 
     def __init__(
-        self, model: nn.Module, selector: selection.Selector, recorder: Recorder, groups: GroupNumbers, report: Report
-    ) -> None:
+        self, model: nn.Module, selector: selection.Selector, recorder: Recorder, groups: GroupNumbers, report: Report,
+        merges_ranks: bool = False,
+    ) -> None:  # fmt: skip
         self._model = weakref.ref(selection.unwrap(model))
         self._selector = selector
         self._recorder = recorder
         self._groups = groups
         self._report = report
+        self._merges_ranks = merges_ranks  # other ranks may hold what this one does not
         self._snapshots = WeightSnapshots()
         self._sites: dict[tuple[str, str], int] = {}
         self._sample_sizes: dict[frozenset[int], int] = {}
@@ -90,6 +94,9 @@ class ParameterReader:
         self._read: set[int] = set()
         self._read_gradients: set[int] = set()
         self._without_gradient: set[int] = set()
+        self._masters: dict[int, Master] = {}
+        # The tensor of the optimizer that each master is a part of.
+        self._held: dict[int, Tensor] = {}
         self._snapshots.clear()
         self._versions: dict[int, _GradientVersion] = {}
         # The loss scale that a parameter's gradient still has to be divided by.
@@ -104,7 +111,9 @@ class ParameterReader:
 
     def owned_by(self, optimizer: Optimizer) -> frozenset[int]:
         """Returns the ids of the model's parameters that the optimizer updates."""
-        return self.ids() & parameter_ids(optimizer)
+        owned = self.ids() & parameter_ids(optimizer)
+        model = self._model()
+        return owned if owned or model is None else master_weights.owned_by(optimizer, model.parameters)
 
     def ids(self) -> frozenset[int]:
         """Returns the ids of the parameters that the model has now."""
@@ -148,7 +157,9 @@ class ParameterReader:
 
     def _is_readable_in_backward(self) -> bool:
         model = self._model()
-        return model is not None and not sharded_tensors.is_gathered_to_run(model)
+        if model is None or sharded_tensors.is_gathered_to_run(model):
+            return False
+        return not any(map(master_weights.is_partitioned, model.parameters()))
 
     def gradients_unscaled(self, optimizer: Optimizer) -> None:
         """A GradScaler has divided the optimizer's gradients by the loss scale."""
@@ -206,7 +217,10 @@ class ParameterReader:
         return self._sample_sizes[key]
 
     def _log_learning_rates(self, optimizer: Optimizer) -> None:
-        for group, name in zip(optimizer.param_groups, self._groups.of(optimizer), strict=True):
+        names = self._groups.of(optimizer)
+        if zero_step.is_running() and len(optimizer.param_groups) == 1:  # of several, one at a time
+            names = [optimizer.param_groups[0].get("name", zero_step.count_step())]
+        for group, name in zip(optimizer.param_groups, names, strict=True):
             if isinstance(group.get("lr"), Tensor | float | int):
                 self._recorder.scalar(f"train.lr/{name}", group["lr"])
 
@@ -226,7 +240,7 @@ class ParameterReader:
     def _read_optimizer_state(self, optimizer: Optimizer) -> None:
         if self._optimizer_state is not None:
             self._find_parameters()
-            self._optimizer_state.read(optimizer, self._paths, self._snapshots.whole)
+            self._optimizer_state.read(optimizer, self._paths, self._snapshots.whole, self._held, self._masters)
 
     def read_optimizer_state(self) -> None:
         """From now on the state of optimizers is read, too."""
@@ -244,20 +258,26 @@ class ParameterReader:
             self._find_parameters()
             for key in [key for key in self._paths if key not in self._read]:
                 self._read_weight(key, batch, copies=False)
-                if self._tensors[key].grad is not None:
+                if self._gradient(key) is not None:
                     self._read_gradient(key, batch, self._scales.get(key))
                 else:
-                    self._name_keeper(key)
+                    self._note_absence(key)
             for key in self._without_gradient - self._read_gradients:
                 self._recorder.scalar(MISSING_GRADIENT + self._paths[key], 1.0)
 
-    def _name_keeper(self, key: int) -> None:
-        """Says, loudly, that a framework keeps the gradient and the update of a parameter where they are not seen."""
-        keeper = sharded_tensors.gradient_keeper(self._tensors[key])
-        if keeper is not None and self._recorder.wants("weight_gradient", "update"):
-            self._report.log_once(NOT_READ.format(keeper))
-            for kind in ("weight_gradient", "update"):
-                self._report.mark_unseen(f"{kind}/{self._paths[key]}", NOT_READ.format(keeper))
+    def _note_absence(self, key: int) -> None:
+        """Says that the gradient and the update of a parameter are on another rank, or in no optimizer of torch."""
+        parameter = self._tensors[key]
+        if not master_weights.is_partitioned(parameter) or not parameter.requires_grad:
+            return
+        is_elsewhere = getattr(parameter, "_hp_mapping", self) is None
+        if is_elsewhere and self._merges_ranks:
+            return
+        why = master_weights.ELSEWHERE if is_elsewhere else NOT_READ
+        if not is_elsewhere:
+            self._report.log_once(why)
+        for kind in ("weight_gradient", "update"):
+            self._report.mark_unseen(f"{kind}/{self._paths[key]}", why)
 
     def watched(self) -> dict[int, nn.Parameter]:
         """Returns the selected parameters of the model, by their ids."""
@@ -279,7 +299,13 @@ class ParameterReader:
         """Returns the selected parameters of the optimizer, in its order."""
         self._find_parameters()
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        return [id(parameter) for parameter in parameters if id(parameter) in self._paths]
+        keys = [id(parameter) for parameter in parameters if id(parameter) in self._paths]
+        if self._masters:
+            held = ((key, master.held_by(optimizer)) for key, master in self._masters.items())
+            found = {key: tensor for key, tensor in held if tensor is not None}
+            self._held |= found
+            keys += found
+        return keys
 
     def _find_parameters(self) -> None:
         """Finds the selected parameters of the model, once per step."""
@@ -288,21 +314,44 @@ class ParameterReader:
             return
         modules = self._selector.choose(selection.walk(model).by_path)
         for path, parameter in selection.parameters(modules).items():
-            if isinstance(parameter, UninitializedParameter) or has_no_data(parameter):
-                self._report.mark_unseen(f"weight/{path}", "it holds no data yet")
+            master = master_weights.find(parameter)
+            why = self._why_unreadable(parameter, master)
+            if why:
+                if why != master_weights.ELSEWHERE or not self._merges_ranks:
+                    self._report.mark_unseen(f"weight/{path}", why)
                 continue
             self._paths[id(parameter)] = path
             self._tensors[id(parameter)] = parameter
-            if sharded_tensors.is_sharded(parameter):
+            shard = sharded_tensors.shard_index(parameter) if sharded_tensors.is_sharded(parameter) else None
+            if master is not None:
+                self._masters[id(parameter)], shard = master, master.shard
+            if shard is not None:
                 for kind in PARAMETER_KINDS:
-                    self._recorder.shards[Site(path, kind)] = sharded_tensors.shard_index(parameter)
+                    self._recorder.shards[Site(path, kind)] = shard
         if self._recorder.wants("update"):
             self._never_sampled = weight_sample.updated_in_few_rows(model)
             local = ((key, self._weight(key)) for key in self._tensors)
             self._snapshots.reserve((key, weight) for key, weight in local if can_be_one_of_many(weight))
 
+    @staticmethod
+    def _why_unreadable(parameter: nn.Parameter, master: Master | None) -> str:
+        if master is None and master_weights.is_gone(parameter):
+            return master_weights.why_gone(parameter)
+        if master is None and (isinstance(parameter, UninitializedParameter) or has_no_data(parameter)):
+            return "it holds no data yet"
+        return ""
+
+    def _gradient(self, key: int) -> Tensor | None:
+        """Returns the gradient that the optimizer uses: that of its own tensor, or that of the parameter."""
+        held, parameter = self._held.get(key), self._tensors[key]
+        if held is not None:
+            return None if held.grad is None else self._masters[key].part_of(held.grad, held)
+        return master_weights.gradient(parameter) if parameter.grad is None else parameter.grad
+
     def _weight(self, key: int) -> Tensor:
         """Returns the parameter, or the part of it that this rank holds."""
+        if key in self._masters:
+            return self._masters[key].weight
         parameter = self._tensors[key]
         local = sharded_tensors.local_tensor(parameter)
         return parameter if local is None else local
@@ -348,7 +397,7 @@ class ParameterReader:
             self._recorder.record_difference(site, part.detach(), before, whole)
 
     def _read_gradient(self, key: int, batch: _Batch, scale: Tensor | None) -> None:
-        site, gradient = self._site(key, "weight_gradient"), self._tensors[key].grad
+        site, gradient = self._site(key, "weight_gradient"), self._gradient(key)
         if site == NO_SITE or key in self._read_gradients:
             return
         name = f"weight_gradient/{self._paths[key]}"

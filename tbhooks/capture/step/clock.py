@@ -23,9 +23,13 @@ from tbhooks.capture.compile.dynamo import dynamo_disable, dynamo_skip
 from tbhooks.capture.hooks.forward_event import ForwardEvent, Subscription
 from tbhooks.capture.hooks.observer import Observer
 from tbhooks.capture.parameters.parameter_reader import ParameterReader
+from tbhooks.capture.step import zero_step
 from tbhooks.capture.step.manual_updates import ManualUpdates
 from tbhooks.capture.step.optimizer_round import OptimizerRound, UnloggedOptimizers, parameter_ids
 from tbhooks.data.self_report import Report
+
+_Held = tuple[int, int]
+"""How many parameters an optimizer has, and the id of the first."""
 
 MODES = ("auto", "optimizer", "forward", "manual")
 
@@ -69,8 +73,10 @@ class Clock:
         # A number for each optimizer. Unlike ids, numbers are not used again after an optimizer was deleted.
         self._keys: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._next_key = itertools.count()
-        # The model's parameters that each optimizer updates, and the optimizer's size when they were found.
-        self._owned: weakref.WeakKeyDictionary[Optimizer, tuple[int, frozenset[int]]] = weakref.WeakKeyDictionary()
+        # The model's parameters that each optimizer updates, and what the optimizer held when they were found.
+        self._owned: weakref.WeakKeyDictionary[Optimizer, tuple[_Held, frozenset[int]]] = weakref.WeakKeyDictionary()
+        # The optimizers that have stepped in the running step of DeepSpeed ZeRO, with what they have updated.
+        self._inside_zero: weakref.WeakKeyDictionary[Optimizer, frozenset[int]] = weakref.WeakKeyDictionary()
         # The same for the optimizers that have stepped, at their last step.
         self._stepped: weakref.WeakKeyDictionary[Optimizer, frozenset[int]] = weakref.WeakKeyDictionary()
         # Optimizers that have stepped the model, and have none of its parameters any more.
@@ -90,6 +96,7 @@ class Clock:
             register_optimizer_step_pre_hook(self.before_step),
             register_optimizer_step_post_hook(self._after_step),
         ]
+        zero_step.listen(self, self._zero_stepped)
         self.resume()
 
     def resume(self) -> None:
@@ -119,6 +126,7 @@ class Clock:
         self.pause()
 
     def stop(self) -> None:
+        zero_step.forget(self)
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -181,7 +189,7 @@ class Clock:
             key = self._key(optimizer)
             self._stepped[optimizer] = parameters
             self._optimizer_found()
-            if self.mode == "optimizer":
+            if self.mode == "optimizer" and optimizer not in self._inside_zero:
                 if not self._round.is_member(key):
                     self._round.keep_only(set(self._keys.values()), self._parameters.ids() | parameters)
                 self._round.replace_owners(key, parameters)
@@ -207,10 +215,21 @@ class Clock:
             key = self._key(optimizer)
             if self._round.is_infrequent(key):
                 self._unlogged.stepped(optimizer, self._listener.is_logging())
-            if in_backward():
+            if zero_step.is_running():
+                self._inside_zero[optimizer] = self._inside_zero.get(optimizer, frozenset()) | parameters
+            elif in_backward():
                 self._end_with_backward(key, parameters)
             elif self._round.ended_after(key, parameters):
                 self._tick()
+        self._listener.raise_if_asked()
+
+    def _zero_stepped(self) -> None:
+        """DeepSpeed ZeRO has stepped all groups of its partitions: only now has the optimizer stepped."""
+        with self._report.guarded("after a step of DeepSpeed ZeRO"), self.lock:
+            stepped, self._inside_zero = list(self._inside_zero.items()), weakref.WeakKeyDictionary()
+            for optimizer, parameters in stepped:
+                if self._round.ended_after(self._key(optimizer), parameters):
+                    self._tick()
         self._listener.raise_if_asked()
 
     def _key(self, optimizer: Optimizer) -> int:
@@ -244,11 +263,13 @@ class Clock:
         """Returns the ids of the model's parameters that the optimizer updates."""
         if self._model() is None:
             return frozenset()
-        size = sum(len(group["params"]) for group in optimizer.param_groups)
-        known_size, owned = self._owned.get(optimizer, (-1, frozenset()))
-        if known_size != size:  # parameter groups may be added at any time
+        groups = [group["params"] for group in optimizer.param_groups]
+        # Groups may be added at any time, and DeepSpeed ZeRO exchanges them.
+        held = sum(map(len, groups)), next((id(group[0]) for group in groups if group), 0)
+        known, owned = self._owned.get(optimizer, ((-1, 0), frozenset()))
+        if known != held:
             owned = self._parameters.owned_by(optimizer) or self._formerly_owned_by(optimizer)
-            self._owned[optimizer] = size, owned
+            self._owned[optimizer] = held, owned
         return owned
 
     def _formerly_owned_by(self, optimizer: Optimizer) -> frozenset[int]:

@@ -18,6 +18,7 @@ wrapper in the meantime, the wrapper stays where it is and only passes calls on.
 - capture/cuda_graphs.py: modules are made into CUDA graphs;
 - capture/hooks/unpicklable.py: a module's table of hooks is pickled or copied;
 - capture/step/grad_scaler.py: a GradScaler scales a loss, unscales gradients, or steps an optimizer;
+- capture/step/zero_step.py: an optimizer of DeepSpeed ZeRO steps;
 - distributed/topology.py: the process group is destroyed;
 - sinks/tensorboard/event_files.py: the checksum of an event is computed;
 - sinks/flush_hooks.py: the user flushes or closes a writer (an attribute of that one object);
