@@ -2,8 +2,10 @@
 
 The variants train the same model in turns, as in overhead.py: bare, watched without logging a step, and with a flight
 recorder of 256 steps, with all norms and with global ones. No step is logged, so that only the recorder is measured.
-Then what `w.checksums()` adds to a logged step: every step is logged, without and with checksums. The ratios are those
-of whole steps; the time inside tbhooks is measured in the training thread, and varies less.
+Then what `w.checksums()` adds to a logged step: every step is logged, without and with checksums.
+
+With one thread (the default) the times are CPU times of the training thread, which other load hardly changes. What the
+background thread does is not in them.
 
     python benchmarks/flight.py [--threads 1 | default | N] [--seconds 60] [--models gpt2 resnet]
 
@@ -14,8 +16,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -25,13 +25,14 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 import torch
 from models import WORKLOADS, Workload
-from overhead import run_until
 from torch import nn
 from torch.optim import Optimizer
 
 import tbhooks
 from tbhooks.cli.bench import timing
-from tbhooks.cli.bench.timing import NEVER, Monitor, Observe, Variant
+from tbhooks.cli.bench.timing import NEVER, Monitor, Observe, Timer, Variant
+
+STEPS_A_TURN, FEWEST_ROUNDS = 3, 8
 
 
 def recorded(detail: str) -> Observe:
@@ -39,23 +40,19 @@ def recorded(detail: str) -> Observe:
 
     def observe(model: nn.Module, _optimizer: Optimizer, directory: Path) -> Monitor:
         watching = tbhooks.watch(model, directory, every=NEVER).flight_recorder(detail=detail)
-        session, began = watching._session, [0, 0.0]
-
-        def flush() -> None:
-            """Called after the first step, which is logged, and at the end of a turn."""
-            watching.flush()
-            steps, seconds = session.clock.count, watching.stats.seconds_training
-            if steps > 1:
-                INSIDE.setdefault(detail, []).append((seconds - began[1]) / (steps - began[0]))
-            began[:] = steps, seconds
-
-        return Monitor(flush, watching.close)
+        return Monitor(watching.flush, watching.close)
 
     return observe
 
 
-INSIDE: dict[str, list[float]] = {}
-"""The seconds of each turn that a step of a watch with a flight recorder has spent inside tbhooks, by detail."""
+class ThreadTimer:
+    """The CPU time of the thread that trains, where torch computes in that thread alone."""
+
+    def start(self) -> None:
+        self._started = time.thread_time()
+
+    def stop(self) -> float:
+        return time.thread_time() - self._started
 
 
 def with_checksums(model: nn.Module, _optimizer: Optimizer, directory: Path) -> Monitor:
@@ -76,7 +73,7 @@ LOGGED = "every step logged"
 """These are compared with each other, for which fewer rounds are enough."""
 
 
-def measure(workload: Workload, seconds: float, directory: Path) -> None:
+def measure(workload: Workload, seconds: float, directory: Path, timer_class: type[Timer]) -> None:
     """Trains in turns, and prints a line for each variant."""
     torch.manual_seed(0)
     model = workload.build().train()
@@ -95,19 +92,21 @@ def measure(workload: Workload, seconds: float, directory: Path) -> None:
     ]
     variants[0].steps(2)
     try:
-        run_until(time.monotonic() + seconds, variants, workload.steps_a_turn, lambda _done, _of: None)
+        timer, number, deadline = timer_class(), 0, time.monotonic() + seconds
+        while number < FEWEST_ROUNDS or time.monotonic() < deadline:
+            timing.run_round(number, variants, STEPS_A_TURN, timer)
+            number += 1
     finally:
         for variant in variants:
             variant.close()
-    print(f"\n{workload.name}: {sum(1 for _ in model.parameters())} parameters")
+    bare = timing.compared(variants[0], variants[0]).milliseconds
+    print(f"\n{workload.name}: {sum(1 for _ in model.parameters())} parameters, {bare:.0f} ms a bare step")
     for variant in variants:
         timed = timing.compared(variant, variants[0])
-        print(f"  {variant.name:30s} ratio {timed.ratio:.4f}, spread {timed.spread:.4f}, {timed.rounds} rounds")
-    bare = timing.compared(variants[0], variants[0]).milliseconds
-    for detail, measured in INSIDE.items():
-        inside = 1000 * statistics.median(measured)
-        print(f"  inside tbhooks, {detail:14s} {inside:.2f} ms of {bare:.1f} ms a step, {inside / bare:.2%}")
-    INSIDE.clear()
+        print(
+            f"  {variant.name:30s} ratio {timed.ratio:.4f}, spread {timed.spread:.4f}, {timed.rounds} rounds",
+            flush=True,
+        )
 
 
 def main() -> None:
@@ -121,8 +120,8 @@ def main() -> None:
         torch.set_num_threads(int(options.threads))
     with tempfile.TemporaryDirectory() as directory:
         for name in options.models:
-            measure(WORKLOADS[name], options.seconds, Path(directory) / name)
-    sys.stdout.flush()
+            timer = ThreadTimer if options.threads == "1" else timing.HostTimer
+            measure(WORKLOADS[name], options.seconds, Path(directory) / name, timer)
 
 
 if __name__ == "__main__":

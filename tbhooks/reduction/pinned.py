@@ -17,8 +17,11 @@ from torch import Tensor
 
 # Copies of two logged steps, and for each the tables of two types of parameters.
 BLOCKS = 6
-_reserved = [0]
-"""The bytes of the largest blocks that were reserved in this process."""
+# If a step needed larger blocks, those are for copies only. What is larger than the largest is always copied in pieces.
+MORE_BLOCKS = 3
+LARGEST = 1 << 28
+_reserved: list[int] = []
+"""The sizes of the blocks that were reserved in this process, in ascending order."""
 
 
 def is_used_by(device: torch.device) -> bool:
@@ -30,19 +33,21 @@ def _allocate(size: int) -> Tensor:
     return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
-def reserve(size: int) -> None:
-    """Has torch allocate blocks of at least `size` bytes, and keep them."""
-    size = 1 << (size - 1).bit_length()
-    if size > _reserved[0]:
+def reserve(size: int, blocks: int = BLOCKS) -> None:
+    """Has torch allocate blocks of at least `size` bytes, and keep them, unless there are such blocks."""
+    size = min(1 << (size - 1).bit_length(), LARGEST)
+    if size > max(_reserved, default=0):
         with contextlib.suppress(RuntimeError):  # the host is short of memory: nothing is reserved
-            blocks = [_allocate(size) for _ in range(BLOCKS)]
-            _reserved[0] = size
-            del blocks
+            made = [_allocate(size) for _ in range(blocks)]
+            _reserved.append(size)
+            del made
 
 
 def empty(size: int) -> list[Tensor]:
-    """So many bytes, as a reserved block or several. If none was reserved, they are allocated."""
-    block = _reserved[0] or size
+    """So many bytes, as the smallest reserved block that holds them, or as several. If none was reserved, they are
+    allocated.
+    """
+    block = next((reserved for reserved in _reserved if reserved >= size), max(_reserved, default=size))
     return [_allocate(block)[: size - start] for start in range(0, size, block)] or [_allocate(block)[:0]]
 
 
@@ -66,7 +71,7 @@ class HostCopy:
             with torch.cuda.device(self.event.device):
                 self.event.synchronize()
         if len(self.pieces) > 1:
-            reserve(self.nbytes)
+            reserve(self.nbytes, MORE_BLOCKS)
 
     @cached_property
     def tensor(self) -> Tensor:

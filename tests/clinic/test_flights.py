@@ -113,6 +113,6 @@ def test_a_normal_training_dumps_only_what_is_asked_for(case: Case) -> None:
         watching.log({"loss": training.step(number)})
     assert watching.flights == []
     watching.dump("asked for")
+    watching.close()  # which judges the last steps
     assert [flight.reason for flight in watching.flights] == ["asked for"]
-    watching.close()
     assert watching.stats.errors == 0, watching.stats.messages

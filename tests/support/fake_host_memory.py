@@ -80,7 +80,7 @@ def installed() -> Iterator[HostMemory]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pinned, "is_used_by", lambda place: place.type == fake_device.DEVICE.type)
         patch.setattr(pinned, "_allocate", memory.allocate)
-        patch.setattr(pinned, "_reserved", [0])
+        patch.setattr(pinned, "_reserved", [])
         patch.setattr(torch.cuda, "Event", Event)
         patch.setattr(torch.cuda, "current_stream", fake_streams.current_stream)
         patch.setattr(torch.cuda, "device", device)

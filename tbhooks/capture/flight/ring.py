@@ -87,6 +87,7 @@ class DeviceRing:
 
     def packed(self) -> Tensor:
         """All rows as bytes in one tensor, for one copy."""
+        self._order.note()
         self._order.join([self._values, self._ids])
         packed = torch.cat([self._values.reshape(-1).view(torch.uint8), self._ids.reshape(-1).view(torch.uint8)])
         self._order.made()  # what is written from now on is written after this was read
@@ -94,6 +95,7 @@ class DeviceRing:
 
     def summary(self) -> Tensor:
         """[slot, 1 + scalars] The norm of all gradients and the scalars of each row, for the copy of a logged step."""
+        self._order.note()
         self._order.join([self._values])
         total = torch.linalg.vector_norm(self._values[:, : self.norms], dim=1, keepdim=True)
         summary = torch.cat([total, self._values[:, self.norms : self.norms + MOST_NUMBERS]], dim=1)

@@ -212,3 +212,27 @@ def test_a_watched_training_has_no_unordered_access(
     assert watching.stats.errors == 0
     assert len(watching.history) >= 2
     assert sanitizer.races == []
+
+
+@pytest.mark.parametrize("is_asked", [True, False], ids=["dump", "close"])
+def test_the_flight_recorder_of_a_training_on_a_side_stream_is_dumped_on_another(
+    sanitizer: Sanitizer, is_asked: bool
+) -> None:
+    model = fake_device.to_device(nn.Linear(6, 2))
+    optimizer, batch = torch.optim.SGD(model.parameters(), lr=0.1), put(torch.randn(4, 6))
+    watching = tbhooks.watch(model, every=100).flight_recorder(steps=8)
+    side = side_stream()
+    for _ in range(12):  # longer than the ring
+        with on(side):
+            losses = model(batch).square().mean(-1)
+            losses.mean().backward()
+            watching.samples(losses.detach())
+            watching.log({"loss": losses.mean()})
+            optimizer.step()
+            optimizer.zero_grad()
+        if is_asked:
+            watching.dump("on the stream of the rest of the program")
+    watching.close()
+    assert len(watching.flights) == (12 if is_asked else 0)
+    assert watching.stats.errors == 0
+    assert sanitizer.races == []

@@ -142,7 +142,7 @@ def test_a_step_that_needs_more_is_copied_in_pieces_and_the_background_thread_re
     reserved = memory.in_training
     on_device, before = train(fake_device.put, fake_device.to_device)
     assert memory.in_training - reserved == before == pinned.BLOCKS  # of watch()
-    assert memory.allocations == 2 * pinned.BLOCKS  # those of the background thread, once
+    assert memory.allocations == pinned.BLOCKS + pinned.MORE_BLOCKS  # those of the background thread, once
     for one, other in zip(on_device.history, on_cpu.history, strict=True):
         assert one["layer", "activation"].count == 300 * 6
         assert one["layer", "activation"].mean == pytest.approx(other["layer", "activation"].mean, rel=1e-6)
@@ -170,6 +170,19 @@ def test_a_dump_of_the_flight_recorder_is_waited_for_in_the_same_way(memory: Hos
     assert len(watching.flights) == 1
     assert memory.blocking == [True] * 3  # the first step, the dump, and what close() judges
     assert {device for _, device in memory.waits} == {fake_device.DEVICE}
+
+
+def test_the_smallest_block_is_taken_and_none_is_larger_than_the_largest(
+    memory: HostMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pinned, "LARGEST", 1 << 14)
+    for size in (1000, 5000, 100_000, 3000):
+        pinned.reserve(size)
+    assert pinned._reserved == [1024, 8192, 1 << 14]
+    before = memory.allocations
+    for size, blocks in ((1000, [1024]), (1025, [8192]), (20_000, [1 << 14, 1 << 14])):
+        assert [piece.untyped_storage().nbytes() for piece in pinned.empty(size)] == blocks
+    assert memory.allocations == before == 3 * pinned.BLOCKS
 
 
 def test_what_is_uploaded_takes_a_reserved_block(memory: HostMemory) -> None:
