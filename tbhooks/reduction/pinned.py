@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -27,6 +28,13 @@ _reserved: list[int] = []
 def is_used_by(device: torch.device) -> bool:
     """Whether copies from and to a device need it to be without a wait."""
     return device.type == "cuda"
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Makes a CUDA device the current one of this thread. A new thread is on the first device, where anything it does
+    could cost a context of its own.
+    """
+    return torch.cuda.device(device) if is_used_by(device) else nullcontext()
 
 
 def _allocate(size: int) -> Tensor:
@@ -67,8 +75,7 @@ class HostCopy:
     def wait(self) -> None:
         """Waits, in a background thread, until the copy is done. If it took several blocks, reserves larger ones."""
         if self.event is not None:
-            # A new thread is on the first device, where waiting could cost a context of its own.
-            with torch.cuda.device(self.event.device):
+            with on_device(self.event.device):
                 self.event.synchronize()
         if len(self.pieces) > 1:
             reserve(self.nbytes, MORE_BLOCKS)

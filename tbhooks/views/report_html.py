@@ -143,7 +143,7 @@ def _key(finding: Finding) -> tuple[str, Site | None]:
 
 def _flights(run: Run) -> str:
     texts = [str(flight) for flight in run.flights]
-    left_out = [f"left out: {reason}" for reason in run.flights_left_out]
+    left_out = [f"missing dump: {reason}" for reason in run.flights_left_out]
     return f'<h2 id="flights">Flight recorder</h2>{html.bullets([*texts, *left_out])}' if texts or left_out else ""
 
 

@@ -83,7 +83,7 @@ def _flights(run: Run) -> list[Section]:
     """What the flight recorder has dumped, and what was left out."""
     notes = [printable(str(flight)) for flight in run.flights]
     if run.flights_left_out:
-        notes.append(printable(f"{len(run.flights_left_out)} more dumps were left out: {listed(run.flights_left_out)}"))
+        notes.append(printable(f"missing dumps ({len(run.flights_left_out)}): {listed(run.flights_left_out)}"))
     return [Section(f"flight recorder ({len(run.flights)})", notes=notes)] if notes else []
 
 

@@ -32,6 +32,8 @@ class HostMemory:
         self.is_full = False
         self.blocking: list[bool] = []
         """Of each event, whether a thread that waits for it sleeps."""
+        self.copies: list[tuple[str, torch.device | None]] = []
+        """Of each copy to the host, the same."""
         self.waits: list[tuple[str, torch.device | None]] = []
         """Of each wait for an event, the name of the thread and the device that it had made the current one."""
         self.current = threading.local()
@@ -64,6 +66,7 @@ def installed() -> Iterator[HostMemory]:
 
         def __init__(self, blocking: bool = False) -> None:
             memory.blocking.append(blocking)
+            memory.copies.append((threading.current_thread().name, getattr(memory.current, "device", None)))
 
         def record(self, stream: Any) -> None:
             assert stream is fake_streams.current_stream()

@@ -349,7 +349,8 @@ class FlightRecorder:
         rings = {}
         with torch.no_grad(), profiler_label("flight dump"):
             for device, ring in self._rings.items():
-                copied = pinned.download(ring.packed())
+                with pinned.on_device(device):
+                    copied = pinned.download(ring.packed())
                 rings[device] = RingCopy(copied, self._steps + 1, ring.norms, dict(ring.columns))
         new_after, self._dumped_until = self._dumped_until, max([self._dumped_until, *(row.label for row in rows)])
         model_note = "" if not self._is_global else "Only global norms were recorded."

@@ -104,6 +104,7 @@ class DeviceRing:
 
     def copied_summary(self) -> Floats:
         """The same on the host, after a wait: for the background thread."""
-        copied = pinned.download(self.summary())
+        with pinned.on_device(self._values.device):
+            copied = pinned.download(self.summary())
         copied.wait()
         return np.asarray(copied.tensor, dtype=np.float64)

@@ -465,7 +465,7 @@ def test_another_thread_gets_its_dump_when_the_step_ends() -> None:
 
 @pytest.mark.parametrize(("bound", "most"), [("MOST_DUMPS", 2), ("MOST_BYTES", 5000)])
 def test_dumps_are_bounded_and_what_was_left_out_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bound: str, most: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], bound: str, most: int
 ) -> None:
     monkeypatch.setattr(flight_recorder, bound, most)  # a ring of 16 steps and 4 parameters has 2,176 bytes
     model = mlp()
@@ -477,6 +477,8 @@ def test_dumps_are_bounded_and_what_was_left_out_is_said(
     run = tbhooks.runs.read(tmp_path)
     assert [flight.reason for flight in run.flights] == ["number 0", "number 1"]
     assert run.flights_left_out == ["step 3: number 2", "step 4: number 3"]
+    assert main(["report", str(tmp_path)]) == 0
+    assert "missing dumps (2): step 3: number 2, step 4: number 3" in capsys.readouterr().out
     assert any("makes no more" in message for message in watching.stats.messages)
 
 

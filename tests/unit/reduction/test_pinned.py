@@ -170,6 +170,8 @@ def test_a_dump_of_the_flight_recorder_is_waited_for_in_the_same_way(memory: Hos
     assert len(watching.flights) == 1
     assert memory.blocking == [True] * 3  # the first step, the dump, and what close() judges
     assert {device for _, device in memory.waits} == {fake_device.DEVICE}
+    # What close() copies in the background thread, it copies on the device of the model.
+    assert [device for thread, device in memory.copies if thread != "MainThread"] == [fake_device.DEVICE]
 
 
 def test_the_smallest_block_is_taken_and_none_is_larger_than_the_largest(
