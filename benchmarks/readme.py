@@ -13,7 +13,10 @@ from typing import Any
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
-PAGES = (ROOT / "README.md", *(ROOT / "docs" / name for name in ("cost.md", "distributed.md", "gpus.md")))
+PAGES = (
+    ROOT / "README.md",
+    *(ROOT / "docs" / name for name in ("cost.md", "distributed.md", "gpus.md", "large-models.md")),
+)
 SHORT = ("tbhooks, step not logged", "tbhooks, logged, scalars", 'wandb.watch(log="all"), no activations')
 """The rows of the README's table."""
 
@@ -156,6 +159,15 @@ def ranks() -> str:
     return ranks_lines(json.loads((HERE / "results" / "ranks.json").read_text()))
 
 
+def large_models() -> str:
+    """What experts, heads, optimizer state and noise scale add to a logged step."""
+    figures = json.loads((HERE / "results" / "large_models.json").read_text())
+    ratios = figures["ratios"]
+    lines = ["| every step logged | time of the training thread |", "|---|---|"]
+    lines += [f"| {name} | {ratio:.2f} |" for name, ratio in ratios.items()]
+    return "\n".join(lines)
+
+
 def launches() -> str:
     """How many kernels were counted last."""
     return (HERE / "results" / "launches.md").read_text().rstrip()
@@ -172,6 +184,7 @@ TABLES = {
     "overhead": (overhead, "end"),
     "overhead-short": (short_table, "end of overhead-short"),
     "ranks": (ranks, "end of ranks"),
+    "large-models": (large_models, "end of large-models"),
 }
 """For each mark what makes the text after it, and the mark at its end."""
 

@@ -14,7 +14,8 @@ ALWAYS = {
     "learning rate x1000, MLP", "head not in the optimizer", "cross entropy over one class", "branch detached",
     "loss summed by mistake", "initial weights x20", "ReLU biases at -10", "tanh fed x100", "NaN in one layer",
     "near the end of float16", "attention logits blown up", "representation collapse", "corrupt batch",
-    "diverges slowly",
+    "diverges slowly", "Switch, router collapsed", "rounded without straight-through",
+    "LoRA", "graph, mean of neighbours",
     "CNN", "MLP, AdamW", "LSTM", "GAN", "fine-tuning, frozen below", "bfloat16 autocast", "evaluation only",
 }  # fmt: skip
 

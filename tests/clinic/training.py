@@ -32,7 +32,8 @@ class Training:
     kinds: tuple[str, ...] = KINDS
     rules: str | Sequence[str] = "default"
     evaluated: bool = False
-    experts: bool = False
+    experts: bool | str = False
+    """Whether routers are watched, or the pattern of their paths."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def train(case: Case, seed: int = 0) -> tuple[History, list[Finding], int]:
         if training.evaluated:
             watching.evaluation()
         if training.experts:
-            watching.experts()
+            watching.experts(training.experts if isinstance(training.experts, str) else None)
         for number in range(training.steps):
             watching.log({"loss": training.step(number)})
     assert watching.stats.errors == 0, watching.stats.messages
