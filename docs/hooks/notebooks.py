@@ -73,8 +73,7 @@ def _as_html(output: dict[str, Any]) -> str:
         inner = f'<div data-theme="light">{_text(data["text/html"])}</div>'
         inner = f'<template shadowrootmode="open">{inner}</template>'
     elif "image/png" in data:
-        said = html.escape(_text(data.get("text/plain", "")), quote=True)
-        inner = f'<img alt="{said}" src="data:image/png;base64,{_text(data["image/png"]).strip()}">'
+        inner = f'<img alt="drawn by the code above" src="data:image/png;base64,{_text(data["image/png"]).strip()}">'
     elif output["output_type"] == "error":
         inner = _preformatted("\n".join(output["traceback"]))
     else:
