@@ -1,15 +1,16 @@
-"""`Site`, where a statistic was taken; `Frame`, all statistics of one step; `Finding`, a problem of the model.
+"""`Frame`, all statistics of one step; `Reading`, those of one site in it; `Finding`, a problem of the model.
 
 Frames are what capture passes to delivery. They are immutable, in host memory, and need neither torch nor the model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import islice
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 
@@ -23,12 +24,22 @@ from tbhooks.data.checksums import Checksums
 from tbhooks.data.display import Names, display, mimebundle
 from tbhooks.data.errors import ArgumentError, UnknownSiteError, nearest
 from tbhooks.data.ranks import Spread
+from tbhooks.data.sites import EVALUATION, INSIDE_ATTENTION, Site, Sites
 from tbhooks.data.stats import BUCKETS, COLUMNS, STAT_NAMES, Counts, Floats
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
+__all__ = [
+    "ALL_KINDS", "AS_SCALARS", "BELOW_EPSILON", "CHANNEL", "CRITICAL_BATCH", "EVALUATION", "EVALUATION_SINCE",
+    "GRADIENT_COSINE", "GRADIENT_NORM", "INSIDE_ATTENTION", "KINDS", "METRIC", "MISSING_GRADIENT", "MORE_STATS",
+    "NOISE_PARTS", "NOISE_SCALE", "NONFINITE_SINCE", "OPTIMIZER_KINDS", "OPTIMIZER_PARTS", "OPTIONAL_KINDS",
+    "RAW_GRADIENT_NORM", "RECORDED_KINDS", "REPLICA_DRIFT", "ROOT", "SAMPLED", "SCALE", "SKIPPED", "Finding",
+    "Frame", "Reading", "Severity", "Site", "Sites",
+]  # fmt: skip
+
+Result = TypeVar("Result")
 Severity = Literal["info", "warning", "error"]
 KINDS = ("activation", "gradient", "weight", "weight_gradient", "update")
 OPTIONAL_KINDS = ("input", "functional")
@@ -40,8 +51,6 @@ OPTIMIZER_PARTS = ("momentum_product", "below_epsilon")
 """What is captured with these kinds, and only shown as the scalars that follow from it."""
 RECORDED_KINDS = ALL_KINDS + OPTIMIZER_KINDS
 """All kinds of training steps that have statistics."""
-EVALUATION = "eval."
-"""The prefix of the kind of everything captured in an evaluation pass."""
 CHANNEL = "channel."
 """The prefix of the kind of statistics of single channels."""
 ROOT = "(root)"
@@ -62,11 +71,6 @@ REPLICA_DRIFT = ".replica_drift/"
 is the lowest rank that differs from most.
 """
 EVALUATION_SINCE = "train.evaluation_since"
-# What is captured inside attention besides its output, at sites of their own such as `attention:softmax.entropy`. Each
-# is summarized by one of its statistics, which is also a statistic of the attention itself.
-INSIDE_ATTENTION = {
-    "entropy": ("entropy", "mean"), "max_logit": ("logits", "max"), "first_token": ("first_token", "mean"),
-}  # fmt: skip
 GRADIENT_COSINE, BELOW_EPSILON = "gradient_cosine", "below_epsilon_fraction"
 METRIC = "metric."
 """The tag prefix of a metric of the user."""
@@ -76,40 +80,6 @@ AS_SCALARS = (
 """Statistics that are written as scalars, with tags such as `activation.dead_fraction/relu`."""
 MORE_STATS = tuple(dict.fromkeys((*INSIDE_ATTENTION, *AS_SCALARS)))
 """Statistics that only some sites have."""
-
-
-@dataclass(frozen=True, slots=True)
-class Site:
-    """Where a statistic was taken: one tensor of a module or parameter."""
-
-    path: str
-    """The path of the module or parameter, as in `named_modules()` and `named_parameters()`; the root is `(root)`."""
-    kind: str
-    """"activation", "gradient", "weight", "weight_gradient", "update", ...; `eval.` before it in evaluation passes."""
-    index: str = ""
-    """Which of several outputs, such as `[0]` or `[key]`; empty if there is one."""
-
-    @property
-    def name(self) -> str:
-        """Path and index."""
-        return self.path + self.index
-
-    @property
-    def plain_kind(self) -> str:
-        """The kind without the prefix of evaluation passes."""
-        return self.kind.removeprefix(EVALUATION)
-
-    @property
-    def attention_stat(self) -> tuple[str, str, Site] | None:
-        """For a site inside attention: the statistic of the attention it gives, by which of its own, and that site."""
-        if self.plain_kind == "functional":
-            for name, (part, stat) in INSIDE_ATTENTION.items():
-                if self.path.endswith(f".{part}"):
-                    return name, stat, Site(self.path.removesuffix(f".{part}"), self.kind, self.index)
-        return None
-
-    def __str__(self) -> str:
-        return f"{self.kind}/{self.name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,8 +203,8 @@ class Frame:
     time: float
     """When the step ended, in seconds since the epoch."""
     rank: int
-    sites: tuple[Site, ...]
-    """In execution order."""
+    sites: Sites
+    """In execution order: a tuple, of whatever kind is given."""
     values: Floats
     """One row per site, with the columns `tbhooks.stats.COLUMNS`; those without the last two get NaN there."""
     buckets: Counts
@@ -258,6 +228,8 @@ class Frame:
 
     def __post_init__(self) -> None:
         n = len(self.sites)
+        if type(self.sites) is not Sites:
+            object.__setattr__(self, "sites", Sites(self.sites))
         if not self.spreads.size:
             object.__setattr__(self, "spreads", spread.empty(n))
         object.__setattr__(self, "values", stats.widened(self.values))
@@ -270,19 +242,31 @@ class Frame:
             raise ArgumentError(f"a frame of {n} sites needs as many checksums, or none, got {len(self.checksums)}")
         self.values.flags.writeable = False
         self.buckets.flags.writeable = False
-        object.__setattr__(self, "scalars", MappingProxyType(dict(self.scalars)))
+        if not isinstance(self.scalars, MappingProxyType):  # that of another frame, of which this is a copy
+            object.__setattr__(self, "scalars", MappingProxyType(dict(self.scalars)))
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {name: value for name, value in self.__dict__.items() if name != "_index"}
+        state = {name: value for name, value in self.__dict__.items() if name != "_derived"}
         return {**state, "scalars": dict(self.scalars)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.__post_init__()
 
+    @property
+    def _index(self) -> Mapping[tuple[str, str], int]:
+        return self.sites.index
+
     @cached_property
-    def _index(self) -> dict[tuple[str, str], int]:
-        return {(site.name, site.kind): i for i, site in enumerate(self.sites)}
+    def _derived(self) -> dict[Hashable, Any]:
+        return {}
+
+    def derived(self, function: Callable[[Frame], Result]) -> Result:
+        """What a function returns for this frame; it is called once, and must not depend on anything else."""
+        if function not in self._derived:
+            self._derived[function] = function(self)
+        result: Result = self._derived[function]
+        return result
 
     def __getitem__(self, key: tuple[str, str]) -> Reading:
         if not (isinstance(key, tuple) and len(key) == 2 and all(isinstance(part, str) for part in key)):
@@ -337,13 +321,13 @@ class Frame:
     @property
     def is_evaluation(self) -> bool:
         """Whether it was captured in evaluation passes, after the training step with the same number."""
-        return bool(self.sites) and self.sites[0].kind.startswith(EVALUATION)
+        return self.sites.are_of_evaluation
 
     def without_phase(self) -> Frame:
         """The frame of an evaluation with the kinds and tags of a training step, for a writer of its own."""
         return replace(
             self,
-            sites=tuple(replace(site, kind=site.plain_kind) for site in self.sites),
+            sites=self.sites.derived(_without_phase),
             scalars={tag.removeprefix(EVALUATION): value for tag, value in self.scalars.items()},
             metrics={tag.removeprefix(EVALUATION): kind.removeprefix(EVALUATION) for tag, kind in self.metrics.items()},
         )
@@ -366,8 +350,7 @@ class Frame:
             "step": self.step, "time": self.time, "rank": self.rank,
             "sites": [[s.path, s.kind, s.index] for s in self.sites],
             "values": self.values.tolist(),
-            "buckets": [{int(b): int(row[b]) for b in np.flatnonzero(row)} for row in self.buckets]
-            if self.buckets.shape[1] else None,
+            "buckets": _used_buckets(self.buckets) if self.buckets.shape[1] else None,
             "findings": [finding.to_dict() for finding in self.findings],
             "scalars": dict(self.scalars),
             **({"spreads": self.spreads.tolist()} if self.spreads.size else {}),
@@ -388,7 +371,7 @@ class Frame:
                 row[int(bucket)] = count
         return cls(
             step=data["step"], time=data["time"], rank=data["rank"],
-            sites=tuple(Site(*site) for site in data["sites"]),
+            sites=Sites(Site(*site) for site in data["sites"]),
             values=values,
             buckets=buckets,
             findings=tuple(Finding.from_dict(finding) for finding in data["findings"]),
@@ -427,3 +410,14 @@ class Frame:
         kinds = dict.fromkeys((*(() if self.is_evaluation else KINDS), *(site.kind for site in self.sites)))
         counts = ", ".join(f"{sum(s.kind == kind for s in self.sites)} {kind}" for kind in kinds)
         return f"Frame(step={self.step}, {counts}, {len(self.findings)} findings)"
+
+
+def _without_phase(sites: Sites) -> Sites:
+    return Sites(replace(site, kind=site.plain_kind) for site in sites)
+
+
+def _used_buckets(buckets: Counts) -> list[dict[int, int]]:
+    """For each site the counts of the buckets that are not empty."""
+    rows, columns = np.nonzero(buckets)
+    pairs = iter(zip(columns.tolist(), buckets[rows, columns].tolist(), strict=True))
+    return [dict(islice(pairs, count)) for count in np.bincount(rows, minlength=len(buckets)).tolist()]

@@ -110,7 +110,14 @@ def summary(values: Floats) -> Summary:
     if not len(finite):
         return Summary(np.nan, np.nan, np.nan, -1, -1)
     least, most = finite[np.argmin(values[finite])], finite[np.argmax(values[finite])]
-    return Summary(float(np.median(values[finite])), float(values[least]), float(values[most]), int(least), int(most))
+    return Summary(_median(values[finite]), float(values[least]), float(values[most]), int(least), int(most))
+
+
+def _median(numbers: Floats) -> float:
+    """As np.median, which takes five times as long for the hundred numbers of a role."""
+    middle = ((len(numbers) - 1) // 2, len(numbers) // 2)
+    low, high = np.partition(numbers, middle)[list(middle)].tolist()
+    return low if middle[0] == middle[1] else (low + high) / 2  # type: ignore[no-any-return]
 
 
 def robust_z(values: Floats) -> Floats:

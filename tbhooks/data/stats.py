@@ -81,6 +81,8 @@ def merge(values: Floats, owner: NDArray[np.intp], n: int) -> Floats:
 
     Used for several calls of a module, micro-batches and ranks (the rules of Chan and Pebay for the moments).
     """
+    if _is_one_each(owner, n):
+        return _merge_alone(values)
     merged = empty_rows(n)
     for column in ADDITIVE:
         merged[:, column] = np.bincount(owner, weights=values[:, column], minlength=n)
@@ -93,6 +95,26 @@ def merge(values: Floats, owner: NDArray[np.intp], n: int) -> Floats:
             merged[:, column] = np.bincount(owner, weights=counted, minlength=n)
     np.minimum.at(merged[:, MIN], owner, values[:, MIN])
     np.maximum.at(merged[:, MAX], owner, values[:, MAX])
+    return merged
+
+
+def _is_one_each(owner: NDArray[np.intp], n: int) -> bool:
+    """Whether every owner has one row, in order, as in most steps."""
+    return len(owner) == n and np.array_equal(owner, np.arange(n))
+
+
+def _merge_alone(values: Floats) -> Floats:
+    """What `merge` makes of rows that are not merged with others, to the bit: additions to zero, which has no sign."""
+    merged = values + 0.0
+    count = finite(values)
+    with np.errstate(invalid="ignore", over="ignore"):
+        mean = count / np.maximum(count, 1.0) * values[:, MEAN] + 0.0
+        moments = moments_about(values, values[:, MEAN] - mean)
+        for column, moment in zip((M2, M3, M4), moments, strict=True):
+            merged[:, column] = np.where(count > 0, moment, 0.0) + 0.0
+    merged[:, MEAN] = mean
+    np.minimum(values[:, MIN], np.inf, out=merged[:, MIN])
+    np.maximum(values[:, MAX], -np.inf, out=merged[:, MAX])
     return merged
 
 
@@ -120,7 +142,9 @@ def moments_about(values: Floats, away: Floats) -> tuple[Floats, Floats, Floats]
 
 
 def merge_counts(counts: Counts, owner: NDArray[np.intp], n: int) -> Counts:
-    """Adds up bucket counts by owner."""
+    """Adds up bucket counts by owner. May return the counts themselves, if there is nothing to add."""
+    if _is_one_each(owner, n):
+        return counts
     merged = np.zeros((n, counts.shape[1]), dtype=np.int64)
     if np.bincount(owner, minlength=n).max(initial=0) <= 1:  # no owner has two rows, as in most steps
         merged[owner] = counts

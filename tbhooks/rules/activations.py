@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from tbhooks.data.frame import Reading, Site
+from tbhooks.data.frame import Reading, Site, Sites
 from tbhooks.data.stats import LOWER, ZEROS, Floats
 from tbhooks.rules.rule import RuleHit, rule, times
-from tbhooks.rules.run_view import Flags, RunView, Series, in_every_frame, median, usual_maximum
+from tbhooks.rules.run_view import Flags, RunView, Series, in_every_frame, median, owner
 
 _MIN_VALUES = 16
 """The distribution of fewer values says nothing."""
@@ -28,7 +28,7 @@ def exploding_activation(view: RunView, *, factor: float = 1000.0) -> Iterator[R
     begun, a warning before.
     Try a lower learning rate, normalisation, or a smaller initial scale.
     """
-    now, first = view.now("activation").unmasked("rms")[0], usual_maximum(view.start("activation").unmasked("rms"))
+    now, first = view.now("activation").unmasked("rms")[0], view.start("activation").usual_maximum("rms")
     if not np.isfinite(first).any():
         return
     if len(view.frames) == 1:
@@ -62,9 +62,9 @@ def dead_units(view: RunView, *, share: float = 0.7, frames: int = 3) -> Iterato
     if len(view.frames) < frames:
         return
     dead = {**_zero_outputs(view, frames), **_dead_fractions(view, share, frames)}
-    order = {site.name: i for i, site in enumerate(view.sites("activation"))}
-    sites = sorted(dead, key=lambda site: order.get(site.name, len(order)))
-    if sites:
+    if dead:
+        order = {name: i for i, name in enumerate(view.sites("activation").names)}
+        sites = sorted(dead, key=lambda site: order.get(site.name, len(order)))
         site = sites[0]
         yield RuleHit(
             site,
@@ -79,8 +79,8 @@ def dead_units(view: RunView, *, share: float = 0.7, frames: int = 3) -> Iterato
 
 def _dead_fractions(view: RunView, share: float, frames: int) -> dict[Site, float]:
     dead = {}
-    for tag in view.frame.scalars:
-        kind, _, name = tag.partition(".dead_fraction/")
+    for tag, newest in view.frame.scalars.items():
+        kind, _, name = tag.partition(".dead_fraction/") if newest >= share else ("", "", "")
         if name and kind in ("activation", "functional"):
             least = min(frame.scalars.get(tag, 0.0) for frame in view.frames[-frames:])
             if least >= share and (name, kind) in view.frame:
@@ -90,7 +90,7 @@ def _dead_fractions(view: RunView, share: float, frames: int) -> dict[Site, floa
 
 def _zero_outputs(view: RunView, frames: int) -> dict[Site, float]:
     series = view.last("activation", frames)
-    with_gradient = {site.name for site in view.sites("gradient")}
+    with_gradient = view.sites("gradient").name_set
     zero = in_every_frame(series.stat("zero_fraction") == 1) & (series.stat("count")[-1] >= _MIN_VALUES)
     return {series.sites[i]: 1.0 for i in np.flatnonzero(zero) if series.sites[i].name in with_gradient}
 
@@ -111,9 +111,9 @@ def saturated(view: RunView, *, slope: float = 0.1, frames: int = 3) -> Iterator
         return
     series = view.last("activation", frames)
     curves = {"tanh": _tanh_slope(series), "sigmoid": _sigmoid_slope(series)}
-    hidden = _is_hidden(view)
     for curve, slopes in curves.items():
-        flagged = np.flatnonzero(in_every_frame(slopes < slope) & hidden)
+        flat = in_every_frame(slopes < slope) & view.frame.sites.derived(_are_hidden)
+        flagged = np.flatnonzero(flat & ~_is_discrete(view)) if flat.any() else ()
         if len(flagged):
             i = flagged[0]
             site, found = series.sites[i], slopes[-1, i]
@@ -144,19 +144,17 @@ def _sigmoid_slope(series: Series) -> Floats:
     return np.where(reaches, 4 * (mean - np.square(series.stat("rms"))), np.nan)
 
 
-def _is_hidden(view: RunView) -> Flags:
-    """Outputs with a gradient before the last layer with weights, without signs and one-hot codes."""
-    sites = view.sites("activation")
-    with_gradient = {site.name for site in view.sites("gradient")}
-    last = _last_with_weights(view)
-    hidden = np.array([site.name in with_gradient and i < last for i, site in enumerate(sites)], dtype=bool)
-    return hidden & ~_is_discrete(view)
+def _are_hidden(sites: Sites) -> Flags:
+    """Outputs with a gradient before the last layer with weights."""
+    with_gradient, last = sites.of_kind("gradient").name_set, sites.derived(_last_with_weights)
+    names = sites.of_kind("activation").names
+    return np.array([name in with_gradient and i < last for i, name in enumerate(names)], dtype=bool)
 
 
-def _last_with_weights(view: RunView) -> int:
+def _last_with_weights(sites: Sites) -> int:
     """The index of the last output of a module that directly owns weights."""
-    owners = view.owners("weight")
-    return max((i for i, site in enumerate(view.sites("activation")) if site.path in owners), default=-1)
+    owners = {owner(site.path) for site in sites.of_kind("weight")}
+    return max((i for i, site in enumerate(sites.of_kind("activation")) if site.path in owners), default=-1)
 
 
 def _is_discrete(view: RunView) -> Flags:
@@ -184,11 +182,11 @@ def collapsed_variance(view: RunView, *, share: float = 0.05, frames: int = 2) -
     series = view.last("activation", frames)
     std, rms = series.stat("std"), series.stat("rms")
     start = view.start("activation", frames)
-    first, usual = start.stat("std")[0], median(start.stat("std").T)
+    first, usual = start.stat("std")[0], start.usual("std")
     small = ((std < share * first) & (std < 0.5 * usual)) | (std < 1e-4 * rms)
     small &= (series.stat("count") >= _MIN_VALUES) & (rms > 0)
     # Losses come after the last weights and are meant to vanish.
-    checked = np.arange(len(series.sites)) <= _last_with_weights(view)
+    checked = np.arange(len(series.sites)) <= view.frame.sites.derived(_last_with_weights)
     checked &= ~(series.is_masked.any(axis=0) | start.is_masked.any(axis=0))
     constant = in_every_frame(std < 1e-4 * rms) & (first >= 1e-4 * start.stat("rms")[0])
     flagged = np.flatnonzero(in_every_frame(small) & checked)

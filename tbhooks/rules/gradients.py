@@ -73,7 +73,7 @@ def _growth(
     view: RunView, norm_of: Callable[[Frame], float], factor: float, least_frames: int
 ) -> tuple[float, float] | None:
     """The newest norm and its reference value, if the ratio is above `factor`."""
-    past, now = np.array([norm_of(frame) for frame in view.frames[:-1]]), norm_of(view.frame)
+    past, now = view.column(norm_of)[:-1], norm_of(view.frame)
     if np.count_nonzero(np.isfinite(past)) < least_frames or not np.isfinite(now):
         return None
     early = np.array([[norm_of(frame)] for frame in view.early()])
@@ -212,9 +212,9 @@ def update_ratio(view: RunView, *, large: float = 1.0, small: float = 1e-6, fram
     zero and a converged run had larger ratios before.
     Try a learning rate at least 10x lower or higher.
     """
-    trained = weights_with_gradient(view, 1)
+    trained = view.flags_at("update", have_gradient(view, 1), "weight_gradient")
     series = view.now("update")
-    chosen = np.flatnonzero(matrices(series) & np.array([site.name in trained for site in series.sites], dtype=bool))
+    chosen = np.flatnonzero(matrices(series) & trained)
     ratio = _finite_ratios(series, chosen)[0]
     if not np.isfinite(ratio).any():
         return
@@ -273,8 +273,7 @@ def stale_second_moment(view: RunView, *, factor: float = 6.0, growth: float = 2
 
 def matrices(series: Series) -> Flags:
     """Weights without biases and scales: those start at zero or one, where a relative change means little."""
-    named = np.array([not is_bias(site) for site in series.sites], dtype=bool)
-    return np.asarray(named & (series.stat("count")[-1] >= 64))
+    return np.asarray(~is_bias(series.sites) & (series.stat("count")[-1] >= 64))
 
 
 def _ratio_of_all(series: Series, chosen: Indices) -> float:
@@ -291,8 +290,8 @@ def _finite_ratios(series: Series, chosen: Indices) -> Floats:
 
 
 def _was_always_slow(view: RunView, chosen: Indices, small: float) -> bool:
-    rates = [learning_rate(frame) for frame in view.frames]
-    if rates[-1] > rates[0] or rates[-1] == 0:
+    first, now = learning_rate(view.frames[0]), learning_rate(view.frame)
+    if now > first or now == 0:
         return False
     return bool(np.nanmax(median(_finite_ratios(view.last("update", LOOK_BACK), chosen))) < small)
 
@@ -302,9 +301,8 @@ def learning_rate(frame: Frame) -> float:
     return max((rate for tag, rate in frame.scalars.items() if tag.startswith("train.lr/")), default=np.nan)
 
 
-def weights_with_gradient(view: RunView, frames: int) -> set[str]:
-    """The names of the weights whose gradient is present and mostly nonzero in each of the last frames."""
+def have_gradient(view: RunView, frames: int) -> Flags:
+    """Of the sites of weight gradients, whether each is there and mostly nonzero in each of the last frames."""
     series = view.last("weight_gradient", frames)
     with np.errstate(invalid="ignore"):
-        present = in_every_frame((series.stat("norm") > 0) & (series.stat("zero_fraction") < 0.9))
-    return {series.sites[i].name for i in np.flatnonzero(present)}
+        return in_every_frame((series.stat("norm") > 0) & (series.stat("zero_fraction") < 0.9))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,17 +18,24 @@ _RETURNED = (f"{ROOT}[loss]", "activation")
 
 def losses(frame: Frame) -> list[tuple[str, float]]:
     """The user's logged scalars with "loss" in their name; if there is none, the output `loss` of the model."""
+    return frame.derived(_losses)
+
+
+def _losses(frame: Frame) -> list[tuple[str, float]]:
     logged = [(tag, v) for tag, v in frame.scalars.items() if tag.startswith("train/") and "loss" in tag.lower()]
     if logged or _RETURNED not in frame or frame[_RETURNED].count != 1:
         return logged
     return [(RETURNED_LOSS, frame[_RETURNED].mean)]
 
 
-def _finite_losses(frames: Iterable[Frame], tag: str) -> tuple[list[int], Floats]:
-    """The steps and values of one loss, where it is finite."""
-    points = [(frame.step, dict(losses(frame)).get(tag, np.nan)) for frame in frames]
-    known = [(step, value) for step, value in points if np.isfinite(value)]
-    return [step for step, _ in known], np.array([value for _, value in known])
+@dataclass(frozen=True)
+class _LossOf:
+    """One loss of a frame; NaN if it does not have it."""
+
+    tag: str
+
+    def __call__(self, frame: Frame) -> float:
+        return dict(losses(frame)).get(self.tag, np.nan)
 
 
 @rule
@@ -40,7 +48,7 @@ def loss_spike(view: RunView, *, factor: float = 5.0, reach: float = 2.0, least_
     Try to inspect the batch of that step, clip gradients, or go back to an earlier checkpoint.
     """
     for tag, loss in losses(view.frame):
-        _, past = _finite_losses(view.frames[:-1], tag)
+        past = _finite(view.column(_LossOf(tag))[:-1])
         if len(past) < least_frames or not np.isfinite(loss):
             continue
         low, typical, high = np.percentile(past[-10:], (25, 50, 75))
@@ -73,13 +81,14 @@ def divergence(view: RunView, *, factor: float = 5.0, lost: float = 0.8, frames:
     Try a lower learning rate, warm-up, gradient clipping, or a checkpoint from before the onset.
     """
     for tag, loss in losses(view.frame):
-        (steps, values), (_, early) = (_finite_losses(some, tag) for some in (view.frames, view.early(frames)))
+        every = view.column(_LossOf(tag))
+        values, early = _finite(every), _finite(np.array([_LossOf(tag)(frame) for frame in view.early(frames)]))
         if len(values) <= frames or not len(early) or not np.isfinite(loss):
             continue
         start = float(np.median(early))
         limit, what = _limit(view, values, start, factor, lost, frames)
         if (values[-frames:] > limit).all():
-            since = steps[_onset(values, limit)]
+            since = view.frames[np.flatnonzero(np.isfinite(every))[_onset(values, limit)]].step
             yield RuleHit(
                 None,
                 f"Divergence: {tag} is {loss:.4g}, {what}",
@@ -108,6 +117,10 @@ def _limit(view: RunView, values: Floats, start: float, factor: float, lost: flo
     if start - best >= _PROGRESS * size and best + lost * (start - best) < limit:
         limit, what = best + lost * (start - best), f"after {best:.4g} at best and {start:.4g} at first"
     return limit, what
+
+
+def _finite(values: Floats) -> Floats:
+    return values[np.isfinite(values)]
 
 
 def _best(values: Floats) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 
 import numpy as np
 
@@ -10,7 +10,7 @@ from tbhooks.data.frame import NONFINITE_SINCE, SCALE, Frame, Severity, Site
 from tbhooks.data.stats import COUNT, FORMATS, INFS, MAX, MIDDLE, MIN, NANS, UPPER, ZEROS, Floats
 from tbhooks.rules.losses import losses
 from tbhooks.rules.rule import RuleHit, describe, rule, rule_of_every_frame
-from tbhooks.rules.run_view import RunView, is_bias
+from tbhooks.rules.run_view import RunView, Series, is_bias
 
 _GRADIENTS = ("gradient", "weight_gradient", "normalized_gradient")
 IN_USE = "in use"
@@ -105,9 +105,10 @@ def low_precision(view: RunView, *, share: float = 0.5, formats: tuple[str, ...]
     in_use = _formats_in_use(view)
     names = dict.fromkeys(name for one in formats for name in (in_use if one == IN_USE else (one,)))
     for kind in ("activation", "gradient", "weight", "weight_gradient"):
-        if view.sites(kind):
+        in_float16 = _in_format(view, kind, _SIGNIFICANT_BITS["float16"])
+        if view.sites(kind) and (in_float16 or names):
             sizes = _Sizes(view, kind)
-            yield from _loss_in_float16(view, sizes, share)
+            yield from _loss_in_float16(view, sizes, share, in_float16)
             for name in names:
                 yield from _loss_in(sizes, name, share, name in in_use)
 
@@ -132,7 +133,7 @@ class _Sizes:
         sizes[:, 1:] += counts[:, MIDDLE - 1 :: -1]
         sizes[:, 0] -= rows[:, ZEROS].astype(np.int64)
         # The gradients of biases before a normalisation and of key biases are rounding errors in every dtype.
-        sizes[[is_bias(site) for site in self.sites]] = 0
+        sizes[is_bias(self.sites)] = 0
         self._below = np.cumsum(sizes, axis=1)
 
     def share_below(self, limit: Floats) -> Floats:
@@ -167,15 +168,13 @@ def _loss_in(sizes: _Sizes, name: str, share: float, is_in_use: bool) -> Iterato
 _MIN_NORMAL, _NEAR_MAXIMUM = 2.0**-14, 2.0**14
 
 
-def _loss_in_float16(view: RunView, sizes: _Sizes, share: float) -> Iterator[RuleHit]:
+def _loss_in_float16(view: RunView, sizes: _Sizes, share: float, in_float16: Set[str]) -> Iterator[RuleHit]:
     """What is lost now, in tensors that are in float16."""
-    kind = sizes.kind
-    scale = view.frame.scalars.get(SCALE, 1.0) if kind == "gradient" else 1.0
+    scale = view.frame.scalars.get(SCALE, 1.0) if sizes.kind == "gradient" else 1.0
     peak = sizes.peak * scale
     subnormal = sizes.share_below(np.full(len(peak), _MIN_NORMAL / scale))
     lost = np.flatnonzero((subnormal >= share) | (peak >= _NEAR_MAXIMUM))
-    in_float16 = _in_format(view, kind, _SIGNIFICANT_BITS["float16"]) if len(lost) else set()
-    flagged = [i for i in lost if sizes.sites[i].name in in_float16]
+    flagged = [i for i in lost if sizes.sites.names[i] in in_float16]
     if flagged:
         i = flagged[0]
         what = (
@@ -194,17 +193,21 @@ def _loss_in_float16(view: RunView, sizes: _Sizes, share: float) -> Iterator[Rul
 _SIGNIFICANT_BITS = {"float16": (11, 8), "bfloat16": (8, 4)}
 
 
-def _in_format(view: RunView, kind: str, bits: tuple[int, int]) -> set[str]:
+def _in_format(view: RunView, kind: str, bits: tuple[int, int]) -> frozenset[str]:
     """Names of the sites with so many significant bits; a gradient has the dtype of its output or weight.
 
     Recognised by the minimum and maximum: those of float32 tensors hardly ever have so few bits. Empty if these are
     less than a quarter of all sites.
     """
-    most, fewest = bits
     source = {"gradient": "activation", "weight_gradient": "weight"}.get(kind, kind)
-    extremes = view.now(source).values[0][:, [MIN, MAX]]
+    return view.now(source).derived(_with_bits, bits)
+
+
+def _with_bits(series: Series, bits: tuple[int, int]) -> frozenset[str]:
+    most, fewest = bits
+    extremes = series.values[0][:, [MIN, MAX]]
     mantissas = np.frexp(np.nan_to_num(extremes, nan=0.0, posinf=0.0, neginf=0.0))[0]
     fits = (np.ldexp(mantissas, most) % 1 == 0).all(axis=1) & ~(np.ldexp(mantissas, fewest) % 1 == 0).all(axis=1)
     if np.count_nonzero(fits) < max(0.25 * len(fits), 1):
-        return set()
-    return {site.name for site, is_one in zip(view.sites(source), fits, strict=True) if is_one}
+        return frozenset()
+    return frozenset(series.sites.names[i] for i in np.flatnonzero(fits))

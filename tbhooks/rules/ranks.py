@@ -6,11 +6,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from tbhooks.data.frame import REPLICA_DRIFT, Frame, Site
+from tbhooks.data.frame import REPLICA_DRIFT, Frame, Site, Sites
+from tbhooks.data.ranks import SPREAD_STATS
 from tbhooks.data.stats import INFS, NANS
 from tbhooks.rules.rule import RuleHit, describe, rule
 from tbhooks.rules.rule import times as times_text
-from tbhooks.rules.run_view import RunView
+from tbhooks.rules.run_view import Indices, RunView
 
 # The statistic by which each kind is compared.
 _COMPARED = {"activation": "rms", "gradient": "norm"}
@@ -58,7 +59,7 @@ def replica_drift(view: RunView) -> Iterator[RuleHit]:
     """
     for kind in ("weight", "weight_gradient"):
         drifted = _drifted(view.frame, kind)
-        sites = [site for site in view.sites(kind) if site.name in drifted]
+        sites = [site for site in view.sites(kind) if site.name in drifted] if drifted else []
         if len(sites) > len(view.sites(kind)) / 2:
             sites = [site for site in sites if any(_was_equal(frame, site) for frame in view.frames[:-1])]
         if sites:
@@ -96,30 +97,39 @@ def _remedy(frame: Frame, kind: str) -> str:
 
 def _outliers(frame: Frame, times: float) -> dict[Site, tuple[int, float]]:
     """For each site where one rank has far more than the others: the rank, and the ratio."""
-    outliers = {}
-    for site in frame.sites if frame.spreads.size else ():
-        if site.kind in _COMPARED:
-            spread = frame[site.name, site.kind].spread(_COMPARED[site.kind])
-            reference = spread.median if spread.ranks > 2 else spread.min
-            if spread.ranks > 1 and reference > 0 and spread.max > times * reference:
-                outliers[site] = spread.max_rank, spread.max / reference
-    return outliers
+    rows, stat = frame.sites.derived(_compared)
+    if not frame.spreads.size or stat.max(initial=-1) >= frame.spreads.shape[1]:
+        return {}
+    least, _, most, who, middle, count = frame.spreads[rows, stat].T
+    reference = np.where(count > 2, middle, least)
+    with np.errstate(invalid="ignore"):
+        flagged = np.flatnonzero((count > 1) & (reference > 0) & (most > times * reference))
+    return {frame.sites[rows[i]]: (int(who[i]), float(most[i] / reference[i])) for i in flagged}
+
+
+def _compared(sites: Sites) -> tuple[Indices, Indices]:
+    """The positions of the sites that are compared, and that of the statistic of each among those of a spread."""
+    rows = [i for i, site in enumerate(sites) if site.kind in _COMPARED]
+    stat = [SPREAD_STATS.index(_COMPARED[sites[i].kind]) for i in rows]
+    return np.array(rows, dtype=np.intp), np.array(stat, dtype=np.intp)
 
 
 def _nonfinite_on_some_ranks(frame: Frame) -> Iterator[RuleHit]:
     """The first site with NaN or infinity, if some ranks have them there and others do not."""
-    for i, site in enumerate(frame.sites):
-        if site.kind in _COMPARED and frame.values[i, [NANS, INFS]].any():
-            reading = frame[site.name, site.kind]
-            spreads = [reading.spread(stat) for stat in ("nan_count", "inf_count")]
-            worst = spreads[int(np.argmax([spread.max for spread in spreads]))]
-            if worst.ranks > 1 and worst.max > 0 and all(spread.min == 0 for spread in spreads):
-                yield RuleHit(
-                    site,
-                    f"Rank {worst.max_rank}: {int(worst.max):,} values of {describe(site)} are not finite, while all "
-                    "are on another rank,",
-                    _REMEDY,
-                    "error",
-                    {"rank": worst.max_rank, "count": int(worst.max)},
-                )
-            return
+    rows, _ = frame.sites.derived(_compared)
+    flagged = np.flatnonzero(frame.values[rows][:, [NANS, INFS]].any(axis=1))
+    if not len(flagged):
+        return
+    site = frame.sites[rows[flagged[0]]]
+    reading = frame[site.name, site.kind]
+    spreads = [reading.spread(stat) for stat in ("nan_count", "inf_count")]
+    worst = spreads[int(np.argmax([spread.max for spread in spreads]))]
+    if worst.ranks > 1 and worst.max > 0 and all(spread.min == 0 for spread in spreads):
+        yield RuleHit(
+            site,
+            f"Rank {worst.max_rank}: {int(worst.max):,} values of {describe(site)} are not finite, while all "
+            "are on another rank,",
+            _REMEDY,
+            "error",
+            {"rank": worst.max_rank, "count": int(worst.max)},
+        )

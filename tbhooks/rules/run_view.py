@@ -5,15 +5,17 @@ Built once per frame and shared by all rules. Evaluation passes and frames witho
 
 from __future__ import annotations
 
+import operator
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
+from itertools import chain, compress, count, repeat
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tbhooks.data.frame import GRADIENT_NORM, RAW_GRADIENT_NORM, ROOT, SKIPPED, Frame, Site
+from tbhooks.data.frame import GRADIENT_NORM, RAW_GRADIENT_NORM, ROOT, SKIPPED, Frame, Sites
 from tbhooks.data.history import History
 from tbhooks.data.stats import COUNT, STATS, WIDTH, Counts, Floats
 
@@ -24,32 +26,57 @@ _NOT_USUAL = frozenset({
     "exploding_gradient", "exploding_activation", "collapsed_variance", "divergence", "loss_spike", "non_finite",
 })  # fmt: skip
 
+Argument = TypeVar("Argument", bound=Hashable)
+Result = TypeVar("Result")
 Flags = NDArray[np.bool_]
 Indices = NDArray[np.intp]
 
 
-@dataclass(frozen=True)
 class Series:
-    """The rows of all sites of one kind in some frames, `values[frame, site]`; NaN where a frame lacks the site."""
+    """The rows of all sites of one kind in some frames, `values[frame, site]`; NaN where a frame lacks the site.
 
-    sites: tuple[Site, ...]
-    values: Floats
+    Everything that is computed of it is kept: several rules ask for the same statistics.
+    """
+
+    def __init__(self, sites: Sites, rows: Sequence[Floats]) -> None:
+        self.sites = sites
+        self.values: Floats = rows[0][None] if len(rows) == 1 else np.stack(rows)
+        self._kept: dict[Hashable, Any] = {}
 
     def stat(self, name: str) -> Floats:
-        with np.errstate(invalid="ignore", over="ignore"):
-            return STATS[name](self.values)
+        return self.derived(_stat, name)
 
-    @property
+    @cached_property
     def is_masked(self) -> Flags:
         """Where the minimum is a typical mask value, such as -torch.finfo().max, far beyond all other values."""
         low, high = self.stat("min"), self.stat("max")
+        is_low = low <= -_MIN_MASK
+        if not is_low.any():  # as nearly always
+            return is_low
         far_apart = np.abs(high) <= np.where(_is_mask_value(low), 1e-2, 1e-15) * np.abs(low)
-        return np.asarray((low <= -_MIN_MASK) & (far_apart | (_is_mask_value(low) & (low == high))))
+        return np.asarray(is_low & (far_apart | (_is_mask_value(low) & (low == high))))
 
     def unmasked(self, stat: str) -> Floats:
         """A magnitude such as `rms`; where some values are masked, the largest of the other values instead."""
+        if not self.is_masked.any():
+            return self.stat(stat)
         low, high = self.stat("min"), self.stat("max")
         return np.where(self.is_masked, np.where(low == high, np.nan, np.abs(high)), self.stat(stat))
+
+    def usual(self, stat: str) -> Floats:
+        """The median of a statistic over the frames."""
+        return self.derived(_median_of_frames, stat)
+
+    def usual_maximum(self, stat: str) -> Floats:
+        """The `usual_maximum` of a statistic without masked values."""
+        return self.derived(_usual_maximum, stat)
+
+    def derived(self, function: Callable[[Series, Argument], Result], argument: Argument) -> Result:
+        """What a function returns for this series; it is called once, and must not depend on anything else."""
+        if (function, argument) not in self._kept:
+            self._kept[function, argument] = function(self, argument)
+        result: Result = self._kept[function, argument]
+        return result
 
     @property
     def present(self) -> Flags:
@@ -57,22 +84,38 @@ class Series:
         return self.values[..., COUNT] >= 0
 
 
+def _stat(series: Series, name: str) -> Floats:
+    with np.errstate(invalid="ignore", over="ignore"):
+        return STATS[name](series.values)
+
+
+def _median_of_frames(series: Series, stat: str) -> Floats:
+    return median(series.stat(stat).T)
+
+
+def _usual_maximum(series: Series, stat: str) -> Floats:
+    return usual_maximum(series.unmasked(stat))
+
+
 class RunView:
     """The training frames of a history. `frame` is the newest one, which the rules check."""
 
-    def __init__(self, frames: Sequence[Frame], early: Sequence[Frame] = ()) -> None:
+    def __init__(self, frames: Sequence[Frame], early: Sequence[Frame] = (), before: RunView | None = None) -> None:
+        """`before` is the view of the frame before, which has what is still the same."""
         self.frames = tuple(frames)
         self._first_frames = tuple(early) or self.frames
         self.frame = self.frames[-1]
-        self._sites: dict[str, tuple[Site, ...]] = {}
-        self._owners: dict[str, frozenset[str]] = {}
-        self._rows: dict[tuple[str, int], Floats] = {}
+        self._series: dict[tuple[str, tuple[Frame, ...]], Series] = {}
+        self._rows: dict[tuple[str, int], tuple[Floats, Floats]] = {}
+        self._columns: dict[Callable[..., float], Floats] = {}
+        is_same = before is not None and before.frame.sites is self.frame.sites
+        self._before = (before._series, before._rows) if before is not None and is_same else ({}, {})  # noqa: SLF001
+        self._frames_before = () if before is None else before.frames
+        self._columns_before = {} if before is None else before._columns  # noqa: SLF001
 
-    def sites(self, kind: str) -> tuple[Site, ...]:
+    def sites(self, kind: str) -> Sites:
         """The newest frame's sites of a kind in the order they were recorded: backward order for gradients."""
-        if kind not in self._sites:
-            self._sites[kind] = tuple(self.frame.sites[i] for i in self._positions(kind))
-        return self._sites[kind]
+        return self.frame.sites.of_kind(kind)
 
     def now(self, kind: str) -> Series:
         return self.last(kind, 1)
@@ -89,11 +132,11 @@ class RunView:
 
     def start(self, kind: str, newest: int = 1) -> Series:
         """The newest frame's sites in the early frames; the first frame of the run is first."""
-        return Series(self.sites(kind), np.stack([self._aligned(kind, frame) for frame in self.early(newest)]))
+        return self._of_frames(kind, self.early(newest))
 
     def last(self, kind: str, count: int) -> Series:
         """The same sites in the last `count` frames, or in all frames if there are fewer; the newest is last."""
-        return self._series(kind, range(max(len(self.frames) - count, 0), len(self.frames)))
+        return self._of_frames(kind, self.frames[-count:])
 
     def buckets(self, kind: str) -> Counts:
         """The histograms of the newest frame; an array without columns if it has none."""
@@ -102,17 +145,32 @@ class RunView:
     def step(self, frames_ago: int) -> int:
         return self.frames[-1 - frames_ago].step
 
+    def column(self, function: Callable[[Frame], float]) -> Floats:
+        """One number of every frame, oldest first; only those of new frames are computed."""
+        if function not in self._columns:
+            known, column = self._columns_before.get(function), np.empty(len(self.frames))
+            start = len(self._frames_before) - (len(self.frames) - 1)
+            old = self._frames_before[max(start, 0) :] if known is not None else ()
+            if known is not None:
+                column[: len(old)] = known[max(start, 0) :][: len(self.frames)]
+            for i in compress(count(), map(operator.is_not, self.frames, chain(old, repeat(None)))):
+                column[i] = function(self.frames[i])
+            self._columns[function] = column
+        return self._columns[function]
+
     def owners(self, kind: str) -> frozenset[str]:
         """Paths of the modules that directly own a parameter among the sites of this kind."""
-        if kind not in self._owners:
-            self._owners[kind] = frozenset(owner(site.path) for site in self.sites(kind))
-        return self._owners[kind]
+        return self.sites(kind).derived(_owners)
 
-    @cached_property
+    def flags_at(self, kind: str, flags: Flags, of: str) -> Flags:
+        """The flags of another kind's sites, for the sites of `kind` with the same names; false where there is none."""
+        partner = self.frame.sites.derived(_partners, kind, of)
+        return np.append(flags, False)[partner]
+
+    @property
     def recurrent(self) -> frozenset[str]:
         """Paths of the RNN, LSTM and GRU modules of torch, recognised by their parameter names."""
-        hidden = (s.path for s in self.sites("weight") if s.path.rpartition(".")[2].startswith("weight_hh"))
-        return frozenset(owner(path) for path in hidden)
+        return self.sites("weight").derived(_recurrent)
 
     @property
     def was_skipped(self) -> bool:
@@ -120,26 +178,27 @@ class RunView:
         counts = [frame.scalars[SKIPPED] for frame in self.frames[-2:] if SKIPPED in frame.scalars]
         return bool(counts) and counts[-1] > (counts[0] if len(counts) > 1 else 0)
 
-    @cached_property
-    def _positions_by_kind(self) -> dict[str, Indices]:
-        positions: dict[str, list[int]] = {}
-        for i, site in enumerate(self.frame.sites):
-            positions.setdefault(site.kind, []).append(i)
-        return {kind: np.array(indices, dtype=np.intp) for kind, indices in positions.items()}
-
     def _positions(self, kind: str) -> Indices:
-        return self._positions_by_kind.get(kind, np.zeros(0, dtype=np.intp))
+        return self.frame.sites.positions.get(kind, np.zeros(0, dtype=np.intp))
 
-    def _series(self, kind: str, numbers: Sequence[int]) -> Series:
-        for number in numbers:
-            if (kind, number) not in self._rows:
-                self._rows[kind, number] = self._aligned(kind, self.frames[number])
-        return Series(self.sites(kind), np.stack([self._rows[kind, number] for number in numbers]))
+    def _of_frames(self, kind: str, frames: tuple[Frame, ...]) -> Series:
+        key = (kind, frames)
+        if key not in self._series:
+            found = self._before[0].get(key)
+            self._series[key] = found or Series(self.sites(kind), [self._aligned(kind, frame) for frame in frames])
+        return self._series[key]
 
     def _aligned(self, kind: str, frame: Frame) -> Floats:
         """The rows of a frame in the order of the newest frame's sites."""
+        key = (kind, id(frame.values))
+        if key not in self._rows:
+            # With the array they were taken from, which keeps its id from being given to another one.
+            self._rows[key] = self._before[1].get(key) or (frame.values, self._align(kind, frame))
+        return self._rows[key][1]
+
+    def _align(self, kind: str, frame: Frame) -> Floats:
         # Site objects live as long as the watch: comparing the tuples compares addresses.
-        if frame.sites == self.frame.sites:
+        if frame.sites is self.frame.sites or frame.sites == self.frame.sites:
             return frame.values[self._positions(kind)]
         rows = np.full((len(self.sites(kind)), WIDTH), np.nan)
         for i, site in enumerate(self.sites(kind)):
@@ -147,6 +206,21 @@ class RunView:
             if position is not None:
                 rows[i] = frame.values[position]
         return rows
+
+
+def _owners(sites: Sites) -> frozenset[str]:
+    return frozenset(owner(site.path) for site in sites)
+
+
+def _recurrent(weights: Sites) -> frozenset[str]:
+    hidden = (site.path for site in weights if site.path.rpartition(".")[2].startswith("weight_hh"))
+    return frozenset(owner(path) for path in hidden)
+
+
+def _partners(sites: Sites, kind: str, of: str) -> Indices:
+    """For each site of one kind the position of the site with its name among those of another, or -1."""
+    position = {name: i for i, name in enumerate(sites.of_kind(of).names)}
+    return np.array([position.get(name, -1) for name in sites.of_kind(kind).names], dtype=np.intp)
 
 
 _MIN_MASK = 1e4
@@ -192,9 +266,13 @@ def owner(parameter: str) -> str:
     return parameter.rpartition(".")[0] or ROOT
 
 
-def is_bias(site: Site) -> bool:
-    """Decided by the parameter's name: the statistics of a bias look like those of a scale or an embedding."""
-    return "bias" in site.path.rpartition(".")[2]
+def is_bias(sites: Sites) -> Flags:
+    """Decided by the parameters' names: the statistics of a bias look like those of a scale or an embedding."""
+    return sites.derived(_is_bias)
+
+
+def _is_bias(sites: Sites) -> Flags:
+    return np.array(["bias" in site.path.rpartition(".")[2] for site in sites], dtype=bool)
 
 
 _views: weakref.WeakKeyDictionary[History, RunView] = weakref.WeakKeyDictionary()
@@ -213,7 +291,8 @@ def view_of(history: History, evaluations: bool = False) -> RunView | None:
     view = _views.get(history)
     if view is None or view.frame is not frames[-1]:
         view = _views[history] = RunView(
-            [frame for frame in frames if frame.sites and not frame.is_evaluation],
+            [frame for frame in frames if frame.sites and not frame.sites.are_of_evaluation],
             [frame for frame in history.early if frame.sites],
+            view,
         )
     return view

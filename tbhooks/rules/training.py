@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from tbhooks.data.frame import EVALUATION_SINCE, MISSING_GRADIENT, Site
+from tbhooks.data.frame import EVALUATION_SINCE, MISSING_GRADIENT, Frame, Site, Sites
 from tbhooks.data.stats import COUNT, M2, MAX, MEAN, MIN, ZEROS
-from tbhooks.rules.gradients import LOOK_BACK, learning_rate, matrices, weights_with_gradient
+from tbhooks.rules.gradients import LOOK_BACK, have_gradient, learning_rate, matrices
 from tbhooks.rules.rule import RuleHit, rule
-from tbhooks.rules.run_view import Flags, RunView, Series, in_every_frame, owner, total_gradient
+from tbhooks.rules.run_view import Flags, Indices, RunView, Series, in_every_frame, owner, total_gradient
 
 
 @rule
@@ -27,13 +27,12 @@ def unchanged_weight(view: RunView, *, frames: int = 3, idle_frames: int = 4) ->
     yield from _zero_learning_rate(view, idle_frames)
     if len(view.frames) < frames:
         return
-    weights = view.last("weight", frames)
-    with_gradient = weights_with_gradient(view, frames)
+    weights, with_gradient = view.last("weight", frames), have_gradient(view, frames)
     same = _is_same(weights)
-    left_out = [int(i) for i in np.flatnonzero(same) if weights.sites[i].name in with_gradient]
+    left_out = np.flatnonzero(same & view.flags_at("weight", with_gradient, "weight_gradient")).tolist()
     if left_out:
-        updated = {site.name for frame in view.frames[-LOOK_BACK:] for site in frame.sites if site.kind == "update"}
-        left_out = [i for i in left_out if weights.sites[i].name not in updated]
+        updated = _names(view.frames[-LOOK_BACK:], "update")
+        left_out = [i for i in left_out if weights.sites.names[i] not in updated]
     if left_out and not same.all():
         yield _unchanged(view, weights, left_out, frames, "it has a gradient but is in no optimizer",
                          "Pass it to the optimizer, or call requires_grad_(False) if it is to stay fixed")  # fmt: skip
@@ -41,19 +40,18 @@ def unchanged_weight(view: RunView, *, frames: int = 3, idle_frames: int = 4) ->
         updates = view.last("update", frames)
         # The bias of a layer before a normalisation has a gradient of rounding errors alone.
         still = in_every_frame(updates.stat("zero_fraction") >= 0.99) & matrices(updates)
-        rounded = [int(i) for i in np.flatnonzero(still) if updates.sites[i].name in with_gradient]
+        rounded = np.flatnonzero(still & view.flags_at("update", with_gradient, "weight_gradient")).tolist()
         if rounded:
             yield _unchanged(view, updates, rounded, frames, "each update is below the precision of its dtype",
                              "Use float32 weights, a larger learning rate, or stochastic rounding")  # fmt: skip
 
 
 def _zero_learning_rate(view: RunView, frames: int) -> Iterator[RuleHit]:
-    rates = [learning_rate(frame) for frame in view.frames]
-    if len(rates) < frames or any(rate != 0 for rate in rates[-frames:]):
+    if len(view.frames) < frames or any(learning_rate(frame) != 0 for frame in view.frames[-frames:]):
         return
     if not (view.last("update", frames).stat("zero_fraction") == 1).all():
         return  # an optimizer that interprets its learning rate differently
-    has_ended = any(rate > 0 for rate in rates)
+    has_ended = any(learning_rate(frame) > 0 for frame in view.frames)
     yield RuleHit(
         None,
         "The learning rate is zero: no weight changes" + (" any more" if has_ended else ""),
@@ -129,16 +127,24 @@ def missing_gradient(view: RunView, *, frames: int = 3) -> Iterator[RuleHit]:
 
 def _without_gradient(view: RunView, frames: int) -> set[str]:
     """Paths of the weights in an optimizer that had no gradient in any of the last frames."""
+    tags = [tag for tag in view.frame.scalars if tag.startswith(MISSING_GRADIENT)]
     recent = view.frames[-frames:]
-    tags = set(recent[-1].scalars).intersection(*(frame.scalars for frame in recent))
-    return {tag.removeprefix(MISSING_GRADIENT) for tag in tags if tag.startswith(MISSING_GRADIENT)}
+    return {tag.removeprefix(MISSING_GRADIENT) for tag in tags if all(tag in frame.scalars for frame in recent)}
+
+
+def _names(frames: Sequence[Frame], kind: str) -> frozenset[str]:
+    """The names of the sites of a kind in any of these frames, which mostly share their sites."""
+    each = {id(frame.sites): frame.sites for frame in frames}.values()
+    return frozenset[str]().union(*(sites.of_kind(kind).name_set for sites in each))
 
 
 def _cut_off(view: RunView, missing: set[str], frames: int) -> list[Site]:
     """The modules that ran, in forward order, whose weights in an optimizer all have no gradient."""
-    recent = view.frames[-frames:]
-    with_gradient = {site.path for frame in recent for site in frame.sites if site.kind == "gradient"}
-    trained = {site.path for frame in recent for site in frame.sites if site.kind == "weight_gradient"}
+    each = {id(frame.sites): frame.sites for frame in view.frames[-frames:]}.values() if missing else ()
+    with_gradient, trained = (
+        frozenset[str]().union(*(sites.of_kind(kind).path_set for sites in each))
+        for kind in ("gradient", "weight_gradient")
+    )
     if not missing - trained:
         return []
     without = _modules_around(missing - trained) - _modules_around(trained) - with_gradient
@@ -161,13 +167,17 @@ def _all_zero(view: RunView, frames: int) -> list[Site]:
     zero = in_every_frame(series.stat("zero_fraction") == 1)
     if not zero.any() or zero.all():
         return []
-    alive = {owner(series.sites[i].path) for i in np.flatnonzero(~zero)}
-    ran = {site.path for site in view.sites("activation")}
-    return [
-        site
-        for i, site in enumerate(series.sites)
-        if zero[i] and owner(site.path) not in alive and owner(site.path) in ran
-    ]
+    owners, has_run = view.frame.sites.derived(_owners_of_gradients)
+    alive = np.isin(owners, owners[~zero])
+    return [series.sites[i] for i in np.flatnonzero(zero & ~alive & has_run)]
+
+
+def _owners_of_gradients(sites: Sites) -> tuple[Indices, Flags]:
+    """For each weight gradient the number of the module that owns the weight, and whether that module has run."""
+    owners = [owner(site.path) for site in sites.of_kind("weight_gradient")]
+    number = {path: i for i, path in enumerate(dict.fromkeys(owners))}
+    ran = sites.of_kind("activation").path_set
+    return np.array([number[path] for path in owners], np.intp), np.array([path in ran for path in owners], bool)
 
 
 @rule

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tbhooks.data import stats
 from tbhooks.data.frame import Frame, Site
 from tbhooks.data.roles import Role, Summary, parameter_traits, roles, summary
 from tbhooks.data.stats import INFS, NANS, Floats
@@ -49,6 +48,7 @@ class Summaries:
             groups = [group for group in groups if group.name == ALL]
         self._groups = groups
         self.tags = [tag for group in groups for tag in group.tags]
+        self._last: tuple[Floats, list[tuple[_Group, Summary]]] | None = None
 
     def read(self, frame: Frame) -> Floats:
         """The values of the tags; NaN where no member has the statistic."""
@@ -69,12 +69,11 @@ class Summaries:
                 lines.append(f"| {' | '.join(cells)} |")
         return "\n".join(lines)
 
-    def _summaries(self, frame: Frame) -> Iterator[tuple[_Group, Summary]]:
-        columns: dict[str, Floats] = {}
-        for group in self._groups:
-            if group.stat not in columns:
-                columns[group.stat] = stats.stat(group.stat, frame.values, frame.buckets)
-            yield group, summary(columns[group.stat][group.rows])
+    def _summaries(self, frame: Frame) -> list[tuple[_Group, Summary]]:
+        if self._last is None or self._last[0] is not frame.values:  # asked for twice in a row
+            columns = {name: frame.stat(name) for name in dict.fromkeys(group.stat for group in self._groups)}
+            self._last = frame.values, [(group, summary(columns[group.stat][group.rows])) for group in self._groups]
+        return self._last[1]
 
 
 class NonfiniteTensors:

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tbhooks.capture.recording.step_table import PARAMETER_KINDS, UNKNOWN_SHARD, UNSHARDED, MergedStep, StepTable
-from tbhooks.data import ranks, stats
+from tbhooks.capture.recording import layouts
+from tbhooks.capture.recording.step_table import MergedStep, StepTable
+from tbhooks.data import checksums, ranks, stats
 from tbhooks.data.artifacts import Artifact, vectors
 from tbhooks.data.frame import (
     BELOW_EPSILON,
@@ -26,17 +27,17 @@ from tbhooks.data.frame import (
     NOISE_PARTS,
     NOISE_SCALE,
     NONFINITE_SINCE,
+    OPTIMIZER_PARTS,
     RAW_GRADIENT_NORM,
     SAMPLED,
     Frame,
     Site,
+    Sites,
 )
 from tbhooks.reduction import finalize
 from tbhooks.reduction.pinned import HostCopy
 
-Number = TypeVar("Number", np.float64, np.int64)
-Span = tuple[int, int, int]
-"""The records of one reduced tensor: buffer number, first record, one past the last."""
+Span = layouts.Span
 Scalars = dict[str, tuple[int, int, int] | float]
 """Scalars by tag: the value if it is known, or the buffer, record and column of the copy that hold it."""
 
@@ -80,9 +81,9 @@ class Copy:
         behind = self.part_bytes + self.attached_bytes
         return self.host[: len(self.host) - behind].view(-1, self.record_bytes) if behind else self.host
 
-    def counts(self) -> stats.Counts:
+    def counts(self) -> NDArray[np.int32]:
         data = self._records()[:, stats.WIDTH * self.row_type.itemsize :].view(torch.int32)
-        return np.asarray(data[:, : stats.BUCKETS], dtype=np.int64)
+        return np.asarray(data[:, : stats.BUCKETS])
 
     def attached(self, what: Attached) -> NDArray[Any]:
         start = len(self.host) - self.attached_bytes + what.start
@@ -171,18 +172,26 @@ class PackedStep:
         return MergedStep(table, ranks.empty(len(table.sites)))
 
     def _frames(self, merged: MergedStep) -> list[Frame]:
-        table = replace(merged.table, scalars=_with_noise_scale(merged.table.scalars))
-        merged = replace(merged, table=table)
+        table, sites = merged.table, layouts.shared_sites(merged.table.sites)
+        known = _with_noise_scale(table.scalars)
         late = [self._scalar_frame(step, scalars) for step, scalars in table.earlier.items()]
         artifacts = tuple(artifact for make in self.artifact_builders for artifact in make(self._attached))
-        found = vectors.finished(table.sites, table.values)
-        if not table.sites and not table.scalars and not artifacts and not table.samples:
+        found = vectors.finished(sites, table.values)
+        if not sites and not known and not artifacts and not table.samples:
             return late
-        frame = self._frame(merged) if table.sites else self._scalar_frame(self.step, table.scalars)
-        scalars = {**frame.scalars, **table.samples.scalars(), **found.scalars}
-        metrics = {start: kind for start, (kind, _) in table.metrics.items() if METRIC in start}
-        more = replace(frame, scalars=scalars, artifacts=artifacts + found.channels, samples=table.samples)
-        return [*late, replace(more, vectors=found.vectors, metrics=metrics)]
+        follows = _from_rows(sites, table.values, merged.is_whole)
+        shown = sites.derived(layouts.shown, self.kinds)
+        frame = Frame(
+            self.step, self.time, self.rank, shown.sites, shown.of(table.values),
+            shown.of(table.counts) if sites else np.zeros((0, 0), dtype=np.int64),
+            scalars={**known, **follows, **table.samples.scalars(), **found.scalars},
+            spreads=shown.of(merged.spreads) if sites else ranks.empty(0),
+            artifacts=artifacts + found.channels, samples=table.samples,
+            checksums=shown.of(table.checksums) if len(table.checksums) and sites else checksums.empty(0),
+            vectors=found.vectors,
+            metrics={start: kind for start, (kind, _) in table.metrics.items() if METRIC in start},
+        )  # fmt: skip
+        return [*late, frame]
 
     def _attached(self, what: Attached) -> NDArray[Any]:
         return self.copies[what.buffer].attached(what)
@@ -204,18 +213,16 @@ class PackedStep:
         for copy in self.copies.values():
             copy.copied.wait()
         rows = {i: copy.rows() for i, copy in self.copies.items()}
-        order = list(dict.fromkeys(site for site, _ in self.calls))
-        owner, record = self._records({site: i for i, site in enumerate(order)})
-        counts = np.zeros((len(order), 0), dtype=np.int64)
+        layout = layouts.layout(self.calls, self.sites, self.shards)
+        sites, n = layout.sites, len(layout.sites)
+        values = stats.merge(layout.gather(rows, stats.WIDTH, np.float64), layout.owner, n)
+        counts = np.zeros((n, 0), dtype=np.int64)
         if self.with_buckets:
             host_counts = {i: copy.counts() for i, copy in self.copies.items()}
-            counts = stats.merge_counts(_gather(host_counts, record, stats.BUCKETS), owner, len(order))
-        sites = [self.sites[number] for number in order]
-        values = stats.merge(_gather(rows, record, stats.WIDTH), owner, len(order))
+            counts = stats.merge_counts(layout.gather(host_counts, stats.BUCKETS, np.int64), layout.owner, n)
         scalars = {**_read(self.scalars, rows), **self._extrapolate(sites, values, counts)}
         table = StepTable(
-            self.step, sites, values, counts,
-            np.array([self._shard(site) for site in sites], dtype=np.int64).reshape(-1, 2), scalars,
+            self.step, sites, values, counts, layout.shards, scalars,
             {step: _read(scalars, rows) for step, scalars in self.earlier.items()}, self.group,
         )  # fmt: skip
         for add in self.parts:
@@ -227,7 +234,7 @@ class PackedStep:
         which fraction of the elements was read.
         """
         marks = {}
-        for i, site in enumerate(sites):
+        for i, site in enumerate(sites) if self.sampled else ():
             read = values[i, stats.COUNT]
             if site in self.sampled and read:
                 counts[i] = np.round(counts[i] * (self.sampled[site] / read))
@@ -235,48 +242,23 @@ class PackedStep:
                 marks[SAMPLED + site.name] = float(read / self.sampled[site])
         return marks
 
-    def _shard(self, site: Site) -> tuple[int, int]:
-        return self.shards.get(site, UNSHARDED if site.kind in PARAMETER_KINDS else UNKNOWN_SHARD)
 
-    def _frame(self, merged: MergedStep) -> Frame:
-        sites, values, counts = merged.table.sites, merged.table.values, merged.table.counts
-        _set_update_base(sites, values)
-        scalars = {
-            **merged.table.scalars,
-            **(_gradient_norm(sites, values) if merged.is_whole else {}),
-            **_optimizer_scalars(sites, values),
-        }
-        shown = [i for i, site in enumerate(sites) if site.kind in self.kinds]
-        return Frame(
-            self.step, self.time, self.rank, tuple(sites[i] for i in shown), values[shown], counts[shown],
-            scalars=scalars, spreads=merged.spreads[shown],
-            checksums=merged.table.checksums[shown] if len(merged.table.checksums) else merged.table.checksums,
-        )  # fmt: skip
-
-    def _records(self, position: dict[int, int]) -> tuple[NDArray[np.intp], list[tuple[int, int]]]:
-        """For each record the row of the table it is merged into, and where the record is."""
-        owner, record = [], []
-        for site, (number, start, stop) in self.calls:
-            for i in range(start, stop):
-                owner.append(position[site])
-                record.append((number, i))
-        return np.array(owner, dtype=np.intp), record
-
-
-def _set_update_base(sites: Sequence[Site], values: stats.Floats) -> None:
-    """Sets the norm an update is compared with: that of its weight, which was reduced in the same step."""
-    weight = {site.path: i for i, site in enumerate(sites) if site.kind == "weight"}
-    norms = stats.STATS["norm"](values)
-    for i, site in enumerate(sites):
-        if site.kind == "update" and site.path in weight:
-            values[i, stats.BASE] = np.square(norms[weight[site.path]])
-
-
-def _gradient_norm(sites: Sequence[Site], values: stats.Floats) -> dict[str, float]:
-    """The norm of all watched weight gradients together, as the optimizer used them."""
-    of_gradients = values[[i for i, site in enumerate(sites) if site.kind == "weight_gradient"]]
-    if not len(of_gradients):
+def _from_rows(sites: Sites, values: stats.Floats, is_whole: bool) -> dict[str, float]:
+    """The scalars that follow from the rows of a step. Also sets the norm an update is compared with, in place: that of
+    its weight, which was reduced in the same step.
+    """
+    if not sites:
         return {}
+    updates, weights = sites.derived(layouts.updates_and_weights)
+    values[updates, stats.BASE] = np.square(stats.STATS["norm"](values[weights]))
+    return {**(_gradient_norm(sites, values) if is_whole else {}), **_optimizer_scalars(sites, values)}
+
+
+def _gradient_norm(sites: Sites, values: stats.Floats) -> dict[str, float]:
+    """The norm of all watched weight gradients together, as the optimizer used them."""
+    if "weight_gradient" not in sites.positions:
+        return {}
+    of_gradients = values[sites.positions["weight_gradient"]]
     squares = np.square(stats.STATS["norm"](of_gradients))
     squares[of_gradients[:, stats.INFS] > 0] = np.inf  # unlike a site's own norm, which leaves them out
     squares[of_gradients[:, stats.NANS] > 0] = np.nan
@@ -297,10 +279,12 @@ def _with_noise_scale(scalars: dict[str, float]) -> dict[str, float]:
     return {**{tag: value for tag, value in scalars.items() if tag not in NOISE_PARTS}, **found}
 
 
-def _optimizer_scalars(sites: Sequence[Site], values: stats.Floats) -> dict[str, float]:
+def _optimizer_scalars(sites: Sites, values: stats.Floats) -> dict[str, float]:
     """What follows from the state of an optimizer: the cosine of the first moment and the gradient, and the fraction of
     elements of which the root of the second moment is below epsilon.
     """
+    if sites.positions.keys().isdisjoint(OPTIMIZER_PARTS):
+        return {}
     rows = {(site.path, site.kind): values[i] for i, site in enumerate(sites)}
     scalars = {}
     for (path, kind), row in rows.items():
@@ -312,14 +296,6 @@ def _optimizer_scalars(sites: Sequence[Site], values: stats.Floats) -> dict[str,
             cosine = float(row[stats.MEAN] * row[stats.COUNT]) / norms if norms > 0 else float("nan")
             scalars[f"first_moment.{GRADIENT_COSINE}/{path}"] = cosine
     return scalars
-
-
-def _gather(hosts: dict[int, NDArray[Number]], record: list[tuple[int, int]], width: int) -> NDArray[Number]:
-    if len(hosts) == 1:
-        (number,) = hosts
-        return hosts[number][[i for _, i in record]]
-    parts = [hosts[number][i] for number, i in record]
-    return np.stack(parts) if parts else np.zeros((0, width))  # type: ignore[return-value]
 
 
 def _read(scalars: Scalars, rows: dict[int, stats.Floats]) -> dict[str, float]:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 
 from tbhooks.data import stats
 from tbhooks.data.artifacts import Channels
+from tbhooks.data.sites import Site, Sites
 from tbhooks.data.stats import COUNT, M2, M3, M4, MAX, MEAN, MIN, ZEROS, Floats
 
 EXPERTS, HEADS = "experts", "heads"
@@ -26,19 +26,6 @@ MARGIN, ASSIGNED = "[margin]", "[assigned]"
 HEAD_STATS = {"entropy": "entropy", "logits": "max_logit", "first_token": "first_token"}
 """What is captured of each head, and the name of its vector."""
 _OF_HEAD = re.compile(rf"(?P<attention>.+)\.(?P<part>{'|'.join(HEAD_STATS)})(?P<index>\[\d+\])?")
-
-
-class _Site(Protocol):
-    """A `Site` of frame.py, which imports this file."""
-
-    @property
-    def path(self) -> str: ...
-
-    @property
-    def kind(self) -> str: ...
-
-    @property
-    def index(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -70,8 +57,11 @@ def two_valued_rows(ones: Floats, total: Floats, value: float = 1.0) -> Floats:
     return rows
 
 
-def finished(sites: Sequence[_Site], values: Floats) -> Vectors:
+def finished(rows_of: Sequence[Site], values: Floats) -> Vectors:
     """The vectors of the rows of experts and heads among these, which are those of the whole step."""
+    sites = rows_of if isinstance(rows_of, Sites) else Sites(rows_of)
+    if sites.positions.keys().isdisjoint((f"channel.{EXPERTS}", f"channel.{HEADS}")):
+        return Vectors()
     vectors: dict[str, Floats] = {}
     scalars: dict[str, float] = {}
     for path, rows in _by_path(sites, values, f"channel.{EXPERTS}"):
@@ -89,11 +79,10 @@ def finished(sites: Sequence[_Site], values: Floats) -> Vectors:
     return Vectors(vectors, scalars, tuple(_channels(sites, values)))
 
 
-def _by_path(sites: Sequence[_Site], values: Floats, kind: str) -> Iterator[tuple[str, dict[str, Floats]]]:
+def _by_path(sites: Sites, values: Floats, kind: str) -> Iterator[tuple[str, dict[str, Floats]]]:
     by_path: dict[str, dict[str, Floats]] = {}
-    for i, site in enumerate(sites):
-        if site.kind == kind:
-            by_path.setdefault(site.path, {})[site.index] = values[i]
+    for i in sites.positions.get(kind, ()):
+        by_path.setdefault(sites[i].path, {})[sites[i].index] = values[i]
     yield from by_path.items()
 
 
@@ -112,9 +101,10 @@ def _of_router(tokens: Floats, rows: Mapping[str, Floats]) -> dict[str, float]:
     return numbers
 
 
-def _channels(sites: Sequence[_Site], values: Floats) -> Iterator[Channels]:
+def _channels(sites: Sites, values: Floats) -> Iterator[Channels]:
     for kind in (EXPERTS, HEADS):
-        shown = [i for i, s in enumerate(sites) if s.kind == f"channel.{kind}" and s.index not in (MARGIN, ASSIGNED)]
+        positions = sites.positions.get(f"channel.{kind}", ())
+        shown = [int(i) for i in positions if sites[i].index not in (MARGIN, ASSIGNED)]
         if shown:
             names = tuple((sites[i].path, sites[i].index) for i in shown)
             yield Channels(kind, names, values[shown], np.zeros((len(shown), 0), np.int64))

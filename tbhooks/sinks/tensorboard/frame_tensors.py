@@ -70,13 +70,19 @@ class Layout:
         if sampled != self._sampled:
             self._sampled = sampled
             self._generation += bool(self._described)
-        values = stats.empty_rows(len(self._position))
-        values[positions] = frame.values[rows]
+        size = len(self._position)
+        is_whole = isinstance(positions, slice) and positions == slice(0, size)
+        values = frame.values[rows] if is_whole else stats.empty_rows(size)
+        if not is_whole:
+            values[positions] = frame.values[rows]
         self._add_tensor(summary, "", encode_values(values))
         if frame.buckets.shape[1]:
             taken = frame.buckets[rows]
-            counts = np.zeros((len(self._position), stats.BUCKETS), dtype=_smallest(taken))
-            counts[positions] = taken
+            if is_whole:
+                counts = taken
+            else:
+                counts = np.zeros((size, stats.BUCKETS), dtype=_smallest(taken))
+                counts[positions] = taken
             self._add_tensor(summary, ".buckets", encode_counts(counts))
         if len(frame.checksums):
             made = checksums.empty(len(self._position))
