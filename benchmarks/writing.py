@@ -3,27 +3,37 @@
 1000 scalars and 300 histograms a step: through the TensorBoard sink (which adds the frame tensors), and
 through `add_scalar` and `add_histogram_raw`. Interleaved, medians of many rounds, once by the clock and once by
 the processor time of all threads, which a busy machine disturbs less. Then the bytes of 500 layers with 10
-stats each, as frame tensors and as one tag a number.
+stats each, as frame tensors and as one tag a number. Last, everything that the background thread does with a logged
+step of 250 x (Linear 16, ReLU), from the copied records to the event file, with the default rules: its processor time
+a site. The steps are captured first and then written again and again, so that nothing else runs.
 
-    python benchmarks/writing.py [--rounds 15]
+    python benchmarks/writing.py [--rounds 15] [--only background]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import readme
+import torch
+from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 
+import tbhooks
+from tbhooks.api.handle import lifecycle_of
 from tbhooks.data import stats
 from tbhooks.data.frame import Frame, Site
+from tbhooks.delivery.worker import Worker
 from tbhooks.sinks import tensorboard
 from tbhooks.sinks.tensorboard import TensorBoardSink
 
@@ -144,17 +154,94 @@ def weight(directory: Path, layers: int = 500, steps: int = 1000) -> dict[str, f
     return {"tbhooks": size["tensors"] / steps, "one tag a number": float(size["tags"])}
 
 
+BACKGROUND = {
+    "scalars": {"histograms": False},
+    "histograms": {"histograms": 1},
+    'scalars="core"': {"histograms": False, "scalars": "core"},
+    'scalars="core", histograms': {"histograms": 1, "scalars": "core"},
+}
+LAYERS = 250
+
+
+def captured(layers: int, histograms: Any, directory: Path, steps: int = 6) -> list[Any]:
+    """The logged steps of a training, as the background thread gets them."""
+    kept: list[Any] = []
+    submit, Worker.submit = Worker.submit, lambda _, step: kept.append(step)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(layers)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    try:
+        with tbhooks.watch(model, directory, every=1, histograms=histograms):
+            for _ in range(steps):
+                optimizer.zero_grad()
+                model(torch.randn(16, 16)).square().mean().backward()
+                optimizer.step()
+    finally:
+        Worker.submit = submit
+    return [step for step in kept if step.calls]
+
+
+def background(rounds: int, directory: Path, layers: int = LAYERS) -> dict[str, dict[str, float]]:
+    """Microseconds of the background thread a site and logged step, in turns: least, median and quartiles."""
+    steps = {h: captured(layers, h, directory / f"captured {h}") for h in (False, 1)}
+    model = nn.Linear(1, 1)
+    watches = {
+        name: tbhooks.watch(model, directory / f"again {i}", every=1, **options)
+        for i, (name, options) in enumerate(BACKGROUND.items())
+    }
+    spent: dict[str, list[float]] = {name: [] for name in BACKGROUND}
+    for number in range(WARM_UP + rounds):
+        for name, watching in watches.items():
+            those = steps[BACKGROUND[name]["histograms"]]
+            step = replace(those[number % len(those)], step=number)
+            started = time.thread_time()
+            lifecycle_of(watching)._worker._write(step)
+            spent[name].append(time.thread_time() - started)
+        print(f"\rbackground: round {number + 1} of {WARM_UP + rounds}", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    sites = len(watches["scalars"].latest.sites)
+    for watching in watches.values():
+        watching.close()
+    found: dict[str, dict[str, float]] = {}
+    for name, seconds in spent.items():
+        each = 1e6 * np.array(seconds[WARM_UP:]) / sites
+        low, median, high = np.quantile(each, (0.25, 0.5, 0.75))
+        found[name] = {"least": each.min(), "low": low, "median": median, "high": high, "sites": sites}
+    return found
+
+
+# As many frames as rules look back on, so that nothing is seen for the first time.
+WARM_UP = 24
+
+
+def background_lines(found: dict[str, dict[str, float]]) -> str:
+    lines = [f"Background thread, {found['scalars']['sites']:,.0f} sites, µs a site and logged step:"]
+    for name, x in found.items():
+        lines.append(
+            f"  {name:28} {x['median']:5.2f} (quartiles {x['low']:.2f} to {x['high']:.2f}, least {x['least']:.2f})"
+        )
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "writing.json")
+    parser.add_argument("--only", choices=("background",))
     options = parser.parse_args()
+    logging.disable()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as directory:
+        threads = background(options.rounds, Path(directory))
+    if options.only:
+        print(background_lines(threads))
+        return
     with tempfile.TemporaryDirectory() as directory:
         result = middle(cost(options.rounds, Path(directory)))
         handed = flushing(options.rounds, Path(directory))
         size = weight(Path(directory))
     options.out.parent.mkdir(exist_ok=True)
-    options.out.write_text(json.dumps({**result, "bytes": size}, indent=1) + "\n")
+    options.out.write_text(json.dumps({**result, "bytes": size, "background": threads}, indent=1) + "\n")
     print(readme.writing_lines(result["seconds"], size))
     print(
         f"Handing a step to the operating system: {1e3 * handed['handing over']:.2f} of {1e3 * handed['step']:.2f} ms, "
@@ -165,6 +252,7 @@ def main() -> None:
             f"{name} {1e3 * numbers[name]:.1f} ± {1e3 * numbers[f'{name} spread']:.1f} ms" for name in WAYS
         )
         print(f"By {clock}: {shown}; stock calls / tbhooks {numbers['ratio']:.1f} (at least 20).")
+    print(background_lines(threads))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from tbhooks.collectors.profiler import Profile
 from tbhooks.data import stats
 from tbhooks.data.artifacts import Artifact, RunEnded
 from tbhooks.data.errors import ArgumentError, check_integer, check_names, invalid_argument
-from tbhooks.data.frame import OPTIMIZER_KINDS, OPTIMIZER_PARTS, Frame
+from tbhooks.data.frame import OPTIMIZER_KINDS, OPTIMIZER_PARTS, Frame, Sites
 from tbhooks.data.process.remote import is_remote
 from tbhooks.data.self_report import Stats
 from tbhooks.delivery.worker import Worker
@@ -260,4 +260,4 @@ class ArtifactStep:
 
 def frame_of_artifacts(artifacts: tuple[Artifact, ...], step: int, when: float, rank: int) -> Frame:
     """A frame without statistics."""
-    return Frame(step, when, rank, (), stats.empty_rows(0), np.zeros((0, 0), dtype=np.int64), artifacts=artifacts)
+    return Frame(step, when, rank, Sites(), stats.empty_rows(0), np.zeros((0, 0), dtype=np.int64), artifacts=artifacts)

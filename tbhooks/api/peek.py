@@ -33,7 +33,7 @@ from tbhooks.capture.step.nan_replay import run_eagerly
 from tbhooks.capture.step.optimizer_round import GroupNumbers
 from tbhooks.data import stats
 from tbhooks.data.errors import ArgumentError, invalid_argument, nearest
-from tbhooks.data.frame import Frame
+from tbhooks.data.frame import Frame, Sites
 from tbhooks.data.history import History
 from tbhooks.data.peek_result import Output, Peeked
 from tbhooks.data.self_report import Report, listed
@@ -269,7 +269,7 @@ def _frame(recorder: Recorder) -> Frame:
     frames = recorder.pack(0, 0).frames()
     if frames:
         return frames[-1]
-    return Frame(0, time.time(), 0, (), stats.empty_rows(0), np.zeros((0, 0), dtype=np.int64))
+    return Frame(0, time.time(), 0, Sites(), stats.empty_rows(0), np.zeros((0, 0), dtype=np.int64))
 
 
 # Outputs.

@@ -255,7 +255,7 @@ class Frame:
 
     @property
     def _index(self) -> Mapping[tuple[str, str], int]:
-        return self.sites.index
+        return self.sites.position_of
 
     @cached_property
     def _derived(self) -> dict[Hashable, Any]:

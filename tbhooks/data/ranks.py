@@ -38,32 +38,32 @@ def empty(sites: int) -> Floats:
 
 def measure(values: Floats, site: NDArray[np.intp], rank: NDArray[np.intp], sites: int, world: int) -> Floats:
     """Spreads as [sites, SPREAD_STATS, FIELDS]; `site` and `rank` say where each row of `values` belongs."""
-    measured = np.empty((sites, len(SPREAD_STATS), len(FIELDS)))
+    by_rank = np.full((len(SPREAD_STATS), world, sites), np.nan)
     for i, name in enumerate(SPREAD_STATS):
-        by_rank = np.full((sites, world), np.nan)
-        by_rank[site, rank] = STATS[name](values)
-        measured[:, i] = _fields(by_rank)
-    return measured
+        by_rank[i, rank, site] = STATS[name](values)
+    return _fields(by_rank)
 
 
 def _fields(by_rank: Floats) -> Floats:
+    """The fields of [statistic, rank, site] as [site, statistic, field]. Ranks are not last: they are few, and NumPy is
+    slow where it reduces many short rows.
+    """
     known = ~np.isnan(by_rank)
-    seen = known.any(axis=1)
     low, high = np.where(known, by_rank, np.inf), np.where(known, by_rank, -np.inf)
+    count = known.sum(axis=1)
     fields = np.stack(
-        [low.min(axis=1), low.argmin(axis=1), high.max(axis=1), high.argmax(axis=1), _median(low, known.sum(axis=1)),
-         known.sum(axis=1)], axis=1,
-    )  # fmt: skip
-    fields[~seen, : len(FIELDS) - 1] = np.nan
-    return fields
+        [low.min(axis=1), low.argmin(axis=1), high.max(axis=1), high.argmax(axis=1), _median(low, count), count], axis=2
+    )
+    fields[count == 0, : len(FIELDS) - 1] = np.nan
+    return np.ascontiguousarray(fields.transpose(1, 0, 2))
 
 
 def _median(with_unknown_last: Floats, known: NDArray[np.intp]) -> Floats:
     ordered = np.sort(with_unknown_last, axis=1)
-    row = np.arange(len(ordered))
-    last = np.maximum(known - 1, 0)
+    last = np.maximum(known - 1, 0)[:, None]
+    low, high = (np.take_along_axis(ordered, place, axis=1)[:, 0] for place in (last // 2, (last + 1) // 2))
     with np.errstate(invalid="ignore"):
-        middle: Floats = (ordered[row, last // 2] + ordered[row, (last + 1) // 2]) / 2
+        middle: Floats = (low + high) / 2
     return middle
 
 

@@ -109,8 +109,9 @@ def summary(values: Floats) -> Summary:
     finite = np.flatnonzero(np.isfinite(values))
     if not len(finite):
         return Summary(np.nan, np.nan, np.nan, -1, -1)
-    least, most = finite[np.argmin(values[finite])], finite[np.argmax(values[finite])]
-    return Summary(_median(values[finite]), float(values[least]), float(values[most]), int(least), int(most))
+    known = values[finite]
+    least, most = finite[known.argmin()], finite[known.argmax()]
+    return Summary(_median(known), float(values[least]), float(values[most]), int(least), int(most))
 
 
 def _median(numbers: Floats) -> float:

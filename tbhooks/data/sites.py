@@ -64,7 +64,7 @@ class Sites(tuple[Site, ...]):
     """The sites of a frame: a tuple that remembers what was computed from it."""
 
     @cached_property
-    def index(self) -> Mapping[tuple[str, str], int]:
+    def position_of(self) -> Mapping[tuple[str, str], int]:
         """The position of a site by its name and kind."""
         return {(site.name, site.kind): i for i, site in enumerate(self)}
 

@@ -113,7 +113,7 @@ def saturated(view: RunView, *, slope: float = 0.1, frames: int = 3) -> Iterator
     curves = {"tanh": _tanh_slope(series), "sigmoid": _sigmoid_slope(series)}
     for curve, slopes in curves.items():
         flat = in_every_frame(slopes < slope) & view.frame.sites.derived(_are_hidden)
-        flagged = np.flatnonzero(flat & ~_is_discrete(view)) if flat.any() else ()
+        flagged = np.flatnonzero(flat & ~_is_discrete(view) if flat.any() else flat)
         if len(flagged):
             i = flagged[0]
             site, found = series.sites[i], slopes[-1, i]

@@ -40,7 +40,9 @@ class Series:
 
     def __init__(self, sites: Sites, rows: Sequence[Floats]) -> None:
         self.sites = sites
-        self.values: Floats = rows[0][None] if len(rows) == 1 else np.stack(rows)
+        # Statistics read columns: those of all sites lie side by side.
+        columns = rows[0][:, None] if len(rows) == 1 else np.stack(rows, axis=1)
+        self.values: Floats = columns.transpose(1, 2, 0)
         self._kept: dict[Hashable, Any] = {}
 
     def stat(self, name: str) -> Floats:
@@ -189,11 +191,14 @@ class RunView:
         return self._series[key]
 
     def _aligned(self, kind: str, frame: Frame) -> Floats:
-        """The rows of a frame in the order of the newest frame's sites."""
+        """The rows of a frame in the order of the newest frame's sites, as `[column, site]`."""
         key = (kind, id(frame.values))
         if key not in self._rows:
             # With the array they were taken from, which keeps its id from being given to another one.
-            self._rows[key] = self._before[1].get(key) or (frame.values, self._align(kind, frame))
+            self._rows[key] = self._before[1].get(key) or (
+                frame.values,
+                np.ascontiguousarray(self._align(kind, frame).T),
+            )
         return self._rows[key][1]
 
     def _align(self, kind: str, frame: Frame) -> Floats:
@@ -238,12 +243,16 @@ def _is_mask_value(values: Floats) -> Flags:
 
 
 def median(values: Floats) -> Floats:
-    """The median along the last axis without NaN; NaN where all values are NaN."""
-    empty = np.isnan(values).all(axis=-1)
-    if not empty.any():
-        return np.asarray(np.nanmedian(values, axis=-1))
-    filled = np.where(np.expand_dims(empty, -1), 0.0, values)
-    return np.where(empty, np.nan, np.nanmedian(filled, axis=-1))
+    """The median along the last axis without NaN; NaN where all values are NaN.
+
+    np.nanmedian goes through masked arrays where the axis is short, which takes ten times as long.
+    """
+    ordered = np.sort(values, axis=-1)  # NaN is last
+    count = np.count_nonzero(~np.isnan(ordered), axis=-1, keepdims=True)
+    last = np.maximum(count - 1, 0)
+    low, high = (np.take_along_axis(ordered, place, axis=-1)[..., 0] for place in (last // 2, (last + 1) // 2))
+    with np.errstate(invalid="ignore"):
+        return np.where(count[..., 0] % 2 == 1, high, (low + high) / 2)
 
 
 def usual_maximum(values: Floats) -> Floats:

@@ -22,7 +22,7 @@ from tbhooks.data.artifacts.samples import NO_SAMPLES, Samples
 from tbhooks.data.artifacts.vectors import EXPERTS, HEADS, finished
 from tbhooks.data.checksums import Checksums
 from tbhooks.data.errors import TbhooksError
-from tbhooks.data.frame import CHANNEL, EVALUATION, METRIC, SAMPLED, Finding, Frame, Site
+from tbhooks.data.frame import CHANNEL, EVALUATION, METRIC, SAMPLED, Finding, Frame, Sites
 from tbhooks.data.stats import WIDTH, Floats
 from tbhooks.runs.event_records import Progress, event_of_bytes, records, size_of
 from tbhooks.runs.scalars import ScalarLog, Series
@@ -134,8 +134,8 @@ class RunReader:
         self._steps: dict[FrameKey, _Step] = {}
         self._json_frames: dict[FrameKey, Frame] = {}
         self._frame_tags: set[str] = set()
-        self._sites: dict[tuple[tuple[int, bytes], ...], tuple[Site, ...]] = {}
-        self._same_sites: dict[tuple[Site, ...], tuple[Site, ...]] = {}
+        self._sites: dict[tuple[tuple[int, bytes], ...], Sites] = {}
+        self._same_sites: dict[Sites, Sites] = {}
         self._layouts: dict[str, Layout] = {}
         """The layouts of the current file, by tag."""
         self._bytes_to_check = _CHECKED_BYTES
@@ -351,11 +351,11 @@ class RunReader:
             frame.keep(LazyCounts(parts, self.report))
         return frame
 
-    def _sites_of(self, chosen: list[tuple[Layout, NDArray[np.intp]]]) -> tuple[Site, ...]:
-        """One shared tuple for all steps with the same sites."""
+    def _sites_of(self, chosen: list[tuple[Layout, NDArray[np.intp]]]) -> Sites:
+        """One shared object for all steps with the same sites."""
         key = tuple((id(layout), recorded.tobytes()) for layout, recorded in chosen)
         if key not in self._sites:
-            self._sites[key] = tuple(layout.sites[i] for layout, recorded in chosen for i in recorded)
+            self._sites[key] = Sites(layout.sites[i] for layout, recorded in chosen for i in recorded)
         return self._sites[key]
 
 

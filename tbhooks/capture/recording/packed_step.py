@@ -206,7 +206,7 @@ class PackedStep:
 
     def _scalar_frame(self, step: int, scalars: dict[str, float]) -> Frame:
         nothing = np.zeros((0, 0), dtype=np.int64)
-        return Frame(step, self.time, self.rank, (), stats.empty_rows(0), nothing, scalars=scalars)
+        return Frame(step, self.time, self.rank, Sites(), stats.empty_rows(0), nothing, scalars=scalars)
 
     def _table(self) -> StepTable:
         """The records of the step, merged by site."""

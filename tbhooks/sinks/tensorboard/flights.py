@@ -15,7 +15,7 @@ from tensorboard.compat.proto import summary_pb2
 from tbhooks.data import stats
 from tbhooks.data.artifacts import FlightsLeftOut
 from tbhooks.data.artifacts.flights import FLIGHT, LOSS_TAG, NORM_TAG, Flight, encode
-from tbhooks.data.frame import Frame, Site
+from tbhooks.data.frame import Frame, Site, Sites
 from tbhooks.sinks.scalar_selection import indices_of
 from tbhooks.sinks.tensorboard import protobuf
 from tbhooks.sinks.tensorboard.findings import plain_text
@@ -60,7 +60,7 @@ def _row(flight: Flight, row: int, run: Any, with_map: bool) -> summary_pb2.Summ
         content.value.add(tag=NORM_TAG, simple_value=flight.grad_norm[row])
     if with_map and not np.isnan(flight.norms[row]).all():
         layout = run.layouts.setdefault(FLIGHT, Layout(FLIGHT))
-        sites = tuple(Site(path, FLIGHT) for path in flight.parameters)
+        sites = Sites(Site(path, FLIGHT) for path in flight.parameters)
         frame = Frame(
             int(flight.steps[row]), flight.time, 0, sites, _stored(flight.norms[row]),
             np.zeros((len(sites), 0), dtype=np.int64),

@@ -21,7 +21,7 @@ from tensorboard.compat.proto import summary_pb2, tensor_pb2, tensor_shape_pb2, 
 from tbhooks.data import checksums, stats
 from tbhooks.data.artifacts import Artifact, Channels
 from tbhooks.data.artifacts.vectors import EXPERTS
-from tbhooks.data.frame import AS_SCALARS, CHANNEL, EVALUATION, METRIC, RECORDED_KINDS, SAMPLED, Frame, Site
+from tbhooks.data.frame import AS_SCALARS, CHANNEL, EVALUATION, METRIC, RECORDED_KINDS, SAMPLED, Frame, Site, Sites
 from tbhooks.data.stats import BASE, M2, M3, M4, STATS, Counts, Floats
 from tbhooks.sinks.scalar_selection import Indices, indices_of
 from tbhooks.sinks.tensorboard.histograms import SiteHistograms
@@ -188,7 +188,7 @@ def add_metrics(frame: Frame, layouts: dict[str, Layout], summary: summary_pb2.S
         if site is not None:
             by_kind.setdefault(site.kind, {})[site] = number
     for kind, numbers in by_kind.items():
-        sites, values = tuple(numbers), number_rows(np.array(list(numbers.values())))
+        sites, values = Sites(numbers), number_rows(np.array(list(numbers.values())))
         layout = layouts.setdefault(kind, Layout(kind))
         one = Frame(frame.step, frame.time, 0, sites, values, np.zeros((len(sites), 0), dtype=np.int64))
         layout.add(one, indices_of(range(len(sites))), layout.positions(sites), summary)
@@ -248,8 +248,8 @@ def write(channels: Channels, summary: summary_pb2.Summary, run: Any) -> None:
         summary.MergeFromString(_histograms(channels, frame))
 
 
-def _sites(channels: Channels, kind: str) -> tuple[Site, ...]:
-    return tuple(Site(path, kind, index) for path, index in channels.names)
+def _sites(channels: Channels, kind: str) -> Sites:
+    return Sites(Site(path, kind, index) for path, index in channels.names)
 
 
 def _histograms(channels: Channels, frame: Frame) -> bytes:
@@ -259,7 +259,7 @@ def _histograms(channels: Channels, frame: Frame) -> bytes:
         if path in channels.drawn and drawn[path] < MAX_HISTOGRAMS:
             drawn[path] += 1
             rows.append(i)
-    sites = tuple(Site(channels.names[i][0], channels.kind, channels.names[i][1]) for i in rows)
+    sites = Sites(Site(channels.names[i][0], channels.kind, channels.names[i][1]) for i in rows)
     return SiteHistograms(sites).encode(
         Frame(frame.step, frame.time, 0, sites, frame.values[rows], frame.buckets[rows])
     )

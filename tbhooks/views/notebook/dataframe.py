@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tbhooks.data.errors import ArgumentError
-from tbhooks.data.frame import MORE_STATS, Frame
+from tbhooks.data.frame import MORE_STATS, Frame, Sites
 from tbhooks.data.stats import STAT_NAMES, WIDTH
 from tbhooks.drawing.text import outputs_of
 
@@ -61,4 +61,4 @@ def _optional_stats(frame: Frame) -> dict[str, list[float]]:
     return {name: [more.get(name, np.nan) for more in each] for name in MORE_STATS if any(name in m for m in each)}
 
 
-_EMPTY = Frame(0, 0.0, 0, (), np.zeros((0, WIDTH)), np.zeros((0, 0), dtype=np.int64))
+_EMPTY = Frame(0, 0.0, 0, Sites(), np.zeros((0, WIDTH)), np.zeros((0, 0), dtype=np.int64))
