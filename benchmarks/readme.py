@@ -46,6 +46,15 @@ def writing_lines(seconds: dict[str, float], size: dict[str, float]) -> str:
     )
 
 
+def background_line(found: dict[str, dict[str, float]]) -> str:
+    """What the background thread does with a site."""
+    scalars, histograms = (found[name] for name in ("scalars", "histograms"))
+    return (
+        f"The background thread takes {scalars['median']:.1f} µs a site and logged step, from the copied records to the "
+        f"event file with all rules, {histograms['median']:.1f} µs with histograms ({scalars['sites']:,.0f} sites)."
+    )
+
+
 def rows_line(ratios: dict[str, dict[str, float]]) -> str:
     """What reading costs against the least there is."""
     row, buckets = ([one[name] for one in ratios.values()] for name in ("row", "buckets"))
@@ -112,6 +121,7 @@ def overhead() -> str:
     figures = {name: json.loads((HERE / "results" / f"{name}.json").read_text()) for name in names}
     lines = (
         writing_lines(figures["writing"]["seconds"], figures["writing"]["bytes"]),
+        background_line(figures["writing"]["background"]),
         disk_line(figures["disk"]),
         rows_line(figures["rows"]["ratios"]["float32"]),
         scaling_line(figures["scaling"]),

@@ -7,6 +7,7 @@ tensors merge exactly. NumPy only: this runs on the CPU after the copy.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +15,8 @@ from numpy.typing import NDArray
 from tbhooks.data.errors import ArgumentError, nearest
 
 Floats = NDArray[np.float64]
-Counts = NDArray[np.int64]
+Counts = NDArray[np.signedinteger[Any]]
+"""Bucket counts, in 32 bits where they are enough."""
 
 # count is the number of elements; mean, min, max and the sums of powers of deviations from the mean (m2 squares,
 # m3 cubes, m4 fourth powers) are over the finite ones. m3 and m4 are NaN where they are not known.

@@ -129,7 +129,7 @@ class _Sizes:
         self.kind, self.sites = kind, view.sites(kind)
         rows, counts = view.now(kind).values[0], view.buckets(kind)
         self.peak = np.nan_to_num(view.now(kind).unmasked("abs_max")[0], nan=0.0)
-        sizes = counts[:, MIDDLE:].copy()
+        sizes = counts[:, MIDDLE:].astype(np.int64)
         sizes[:, 1:] += counts[:, MIDDLE - 1 :: -1]
         sizes[:, 0] -= rows[:, ZEROS].astype(np.int64)
         # The gradients of biases before a normalisation and of key biases are rounding errors in every dtype.

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from tbhooks.capture.recording.step_table import PARAMETER_KINDS, UNKNOWN_SHARD, UNSHARDED, Integers
 from tbhooks.data.sites import Positions, Site, Sites
 
-Number = TypeVar("Number", np.float64, np.int64)
+Number = TypeVar("Number", bound=np.generic)
 Key = TypeVar("Key")
 Made = TypeVar("Made")
 Array = TypeVar("Array", bound=NDArray[np.generic])
@@ -41,6 +41,7 @@ class Layout:
         records = [(order[site], number, i) for site, (number, start, stop) in calls for i in range(start, stop)]
         self.owner, buffer, record = np.array(records, dtype=np.intp).reshape(-1, 3).T.copy()
         """For each record the row it is merged into."""
+        self.is_one_each = np.array_equal(self.owner, np.arange(len(self.sites)))
         self._record, self._runs = record, _runs(buffer, record)
         self._only_buffer = int(buffer[0]) if len(buffer) and (buffer == buffer[0]).all() else None
         known = dict(shards)

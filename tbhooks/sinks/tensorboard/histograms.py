@@ -27,6 +27,9 @@ NARROW_SHARE = 2.0**-5
 # Joined buckets lie between two of these quantiles (in 256ths), so that percentiles and tails do not move.
 QUANTILES = (1, 4, 8, *range(16, 256, 16), 248, 252, 255)
 
+# So many rows that what is computed of their buckets fits into the cache of a processor.
+_AT_ONCE = 128
+
 Flags = NDArray[np.bool_]
 
 _FARTHEST = np.maximum(np.abs(stats.LOWER), np.abs(stats.UPPER))
@@ -45,18 +48,25 @@ class SiteHistograms:
 
     def __init__(self, sites: Sequence[Site]) -> None:
         rows = [i for i, site in enumerate(sites) if site.plain_kind in HISTOGRAM_KINDS]
-        self._rows = indices_of(rows)
-        self._names = [protobuf.tag_field(str(sites[i])) for i in rows]
+        names = [protobuf.tag_field(str(sites[i])) for i in rows]
+        starts = range(0, len(rows), _AT_ONCE)
+        self._blocks = [(indices_of(rows[at : at + _AT_ONCE]), names[at : at + _AT_ONCE]) for at in starts]
 
     def encode(self, frame: Frame) -> bytes:
         """Sites without finite values are left out: one infinite edge would blank their chart for all steps."""
         if not frame.buckets.shape[1]:
             return b""
-        names, values, counts = self._names, frame.values[self._rows], frame.buckets[self._rows]
-        drawn = stats.finite(values) > 0
-        if not drawn.all():
-            names, values, counts = list(compress(names, drawn)), values[drawn], counts[drawn]
-        return b"".join(_pieces(names, _moments(values), _bars(values, counts))) if names else b""
+        buckets, pieces = frame.buckets, list[bytes]()
+        for rows, names in self._blocks:
+            pieces += _encoded(names, frame.values[rows], buckets[rows])
+        return b"".join(pieces)
+
+
+def _encoded(names: Sequence[bytes], values: Floats, counts: Counts) -> list[bytes]:
+    drawn = stats.finite(values) > 0
+    if not drawn.all():
+        names, values, counts = list(compress(names, drawn)), values[drawn], counts[drawn]
+    return _pieces(names, _moments(values), _bars(values, counts)) if names else []
 
 
 class _Bars(NamedTuple):

@@ -22,6 +22,7 @@ import tbhooks
 from tbhooks import Finding, Frame, JsonlSink, MemorySink, TbhooksError
 from tbhooks.data.artifacts import Text
 from tbhooks.data.frame import Site
+from tbhooks.data.jsonable import to_jsonable
 from tbhooks.delivery import worker as pump_module
 from tbhooks.sinks.jsonl import read
 from tests.support import frames
@@ -82,6 +83,7 @@ def test_a_frame_read_back_is_the_frame(tmp_path: Path, frame: Frame) -> None:
     path = write(tmp_path / "frames.jsonl", frame)
     (line,) = path.read_text(encoding="utf-8").splitlines()
     strict(line)
+    assert line == json.dumps(to_jsonable(frame.to_dict()), separators=(",", ":"))
     (back,) = read(path)
     assert_equal(back, frame)
 
