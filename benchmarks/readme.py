@@ -50,8 +50,8 @@ def background_line(found: dict[str, dict[str, float]]) -> str:
     """What the background thread does with a site."""
     scalars, histograms = (found[name] for name in ("scalars", "histograms"))
     return (
-        f"The background thread takes {scalars['median']:.1f} µs a site and logged step, from the copied records to the "
-        f"event file with all rules, {histograms['median']:.1f} µs with histograms ({scalars['sites']:,.0f} sites)."
+        f"The background thread takes {scalars['median']:.1f} µs a site and logged step, from the copied records to "
+        f"the event file with all rules, {histograms['median']:.1f} µs with histograms ({scalars['sites']:,.0f} sites)."
     )
 
 

@@ -45,7 +45,6 @@ def assert_equal(one: Frame, other: Frame) -> None:
     np.testing.assert_array_equal(one.values, other.values)
     np.testing.assert_array_equal(one.buckets, other.buckets)
     assert one.values.dtype == other.values.dtype
-    assert one.buckets.dtype == other.buckets.dtype
     assert one.findings == other.findings
     assert repr(dict(one.scalars)) == repr(dict(other.scalars))
 
