@@ -234,6 +234,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         threads = background(options.rounds, Path(directory))
     if options.only:
+        known = json.loads(options.out.read_text()) if options.out.exists() else {}
+        options.out.write_text(json.dumps({**known, "background": threads}, indent=1) + "\n")
         print(background_lines(threads))
         return
     with tempfile.TemporaryDirectory() as directory:

@@ -293,7 +293,13 @@ def _was_always_slow(view: RunView, chosen: Indices, small: float) -> bool:
     first, now = learning_rate(view.frames[0]), learning_rate(view.frame)
     if now > first or now == 0:
         return False
-    return bool(np.nanmax(median(_finite_ratios(view.last("update", LOOK_BACK), chosen))) < small)
+    is_known = False
+    for frame in reversed(view.frames[-LOOK_BACK:]):
+        typical = float(median(_finite_ratios(view.of_frame("update", frame), chosen)[0]))
+        if typical >= small:
+            return False
+        is_known |= typical < small
+    return is_known
 
 
 def learning_rate(frame: Frame) -> float:

@@ -140,6 +140,10 @@ class RunView:
         """The same sites in the last `count` frames, or in all frames if there are fewer; the newest is last."""
         return self._of_frames(kind, self.frames[-count:])
 
+    def of_frame(self, kind: str, frame: Frame) -> Series:
+        """The same sites in one frame."""
+        return self._of_frames(kind, (frame,))
+
     def buckets(self, kind: str) -> Counts:
         """The histograms of the newest frame; an array without columns if it has none."""
         return self.frame.buckets[self._positions(kind)]
