@@ -162,9 +162,11 @@ def _packed(counts: Counts) -> bytes:
     """The range of buckets that has counts, in as few bytes as the largest count needs, compressed."""
     used = np.flatnonzero(counts.any(axis=0))
     first, last = (int(used[0]), int(used[-1]) + 1) if len(used) else (0, 0)
-    width = 4 if counts.max(initial=0) < 1 << 32 else 8
-    some = counts[:, first:last].astype(f"<u{width}")
-    return _RANGE.pack(first, last, width) + zlib.compress(some.tobytes(), 1)
+    most = counts.max(initial=0)
+    width = 2 if most < 1 << 16 else 4 if most < 1 << 32 else 8
+    some = np.ascontiguousarray(counts[:, first:last], f"<u{width}")
+    compressor = zlib.compressobj(level=1, memLevel=9, strategy=zlib.Z_RLE)  # faster and smaller than level 1 alone
+    return b"".join((_RANGE.pack(first, last, width), compressor.compress(some.tobytes()), compressor.flush()))
 
 
 def _unpacked(data: bytes, rows: int) -> Counts:
