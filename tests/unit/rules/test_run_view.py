@@ -52,6 +52,21 @@ def test_a_view_of_each_frame_of_a_long_run() -> None:
             history.append(replace(late, step=max(step - 2, 0)))
 
 
+def test_a_column_reads_new_frames_only() -> None:
+    history, read = History(most_frames=10), []
+
+    def noted(frame: Frame) -> float:
+        read.append(frame.step)
+        return loss(frame)
+
+    for step in range(30):
+        history.append(make_frame(step))
+        view = view_of(history)
+        assert view is not None
+        view.column(noted)
+    assert read == list(range(30))
+
+
 @pytest.mark.parametrize("shape", [(1,), (2,), (501,), (4, 5), (3, 400), (0, 3)])
 def test_the_median_is_that_of_numpy(shape: tuple[int, ...]) -> None:
     generator = np.random.default_rng(1)
