@@ -138,6 +138,24 @@ def short_table() -> str:
     return _table(SHORT, figures["names"], figures["results"])
 
 
+def _simulated_line(figures: dict[str, Any]) -> str:
+    """What a job of 1,024 ranks exchanges in a logged step."""
+    small, large = (figures[f"1024{more}"] for more in ("", ", histograms"))
+    sent, first, merger = (
+        [each[what] for each in (small, large)] for what in ("sent", "first_received", "merger_received")
+    )
+    return (
+        f"Simulated in one process, for the GPT-2 above ({small['sites']} sites) on 1,024 ranks: each sends "
+        f"{sent[0] / 1e3:.0f} kB a logged step ({sent[1] / 1e3:.0f} with histograms); rank 0 receives "
+        f"{first[0] / 1e3:.0f} kB ({first[1] / 1e3:.0f}), however many ranks there are, and works "
+        f"{small['first_s'] * 1e3:.0f} ms ({large['first_s'] * 1e3:.0f}); the {small['slices']:.0f} "
+        f"({large['slices']:.0f}) ranks that merge receive at most {merger[0] / 1e6:.1f} MB ({merger[1] / 1e6:.1f}). "
+        f"If rank 0 merged alone, it would receive {small['all_received'] / 1e6:.0f} MB "
+        f"({large['all_received'] / 1e6:.0f}) "
+        f"and work {small['all_s']:.1f} s ({large['all_s']:.1f})."
+    )
+
+
 def ranks_lines(figures: dict[str, Any]) -> str:
     """What merging ranks costs here, and what it would send elsewhere."""
     cores = figures["machine"].split(",")[0]
@@ -149,14 +167,8 @@ def ranks_lines(figures: dict[str, Any]) -> str:
             f"histograms: {bare:.0f} ms a step bare, {local:.0f} with rank 0 watched, {merged:.0f} merged, where all "
             f"ranks read; at `every=100` the merging adds {(merged - local) / bare / 100:.1%}."
         )
-    small, large = (figures["on_paper"][f"1024{more}"] for more in ("", ", histograms"))
-    sent, received = ([each[what] for each in (small, large)] for what in ("sent", "first_receives"))
-    lines.append(
-        f"On paper, for the GPT-2 above ({small['sites']} sites) on 1,024 ranks: each sends {sent[0] / 1e3:.0f} kB a "
-        f"logged step ({sent[1] / 1e3:.0f} with histograms), however many ranks there are; rank 0 receives "
-        f"{received[0] / 1e6:.0f} MB ({received[1] / 1e6:.0f}), which grows with their number; the others receive "
-        f"{small['others_receive'] / 1e6:.0f}. Up to 64 MB in all, every rank gets the merged numbers."
-    )
+    if "simulated" in figures:
+        lines.append(_simulated_line(figures["simulated"]))
     return "\n".join(f"- {line}" for line in lines)
 
 

@@ -48,6 +48,7 @@ _ROW_BYTES = 24 + 8 * stats.WIDTH + 16
 _COUNT_BYTES = 320
 _NAME_BYTES = 96
 _SPARE_BYTES = 16 << 10
+_UNLIMITED = 1 << 62
 
 
 def capacity(sites: int, with_buckets: bool) -> int:
@@ -57,9 +58,12 @@ def capacity(sites: int, with_buckets: bool) -> int:
 
 
 class Writer:
-    """Writes the tables of this rank as bytes. A site's name is sent once, and after that only its number."""
+    """Writes the tables of this rank as bytes: `size` of them, or without a size as many as it takes.
 
-    def __init__(self, size: int) -> None:
+    A site's name is sent once, and after that only its number.
+    """
+
+    def __init__(self, size: int = _UNLIMITED) -> None:
         self.size = size
         self._numbers: dict[Site, int] = {}
         self._named: set[int] = set()
@@ -88,9 +92,9 @@ class Writer:
         names = self._new_names(table.sites[:rows], numbers[:rows], room)
         tail = json.dumps({**scalars, "names": names}, separators=(",", ":")).encode()
         header = _HEADER.pack(_VERSION, table.step, rows, len(counts), len(tail), table.group, len(table.sites))
-        arrays = (numbers[:rows], table.shards[:rows], table.values[:rows], _checksums(table)[:rows])
+        arrays = (numbers[:rows], table.shards[:rows], table.values[:rows], checksums_of(table)[:rows])
         data = b"".join((header, *(array.tobytes() for array in arrays), counts, tail))
-        return data.ljust(self.size, b"\0")
+        return data if self.size == _UNLIMITED else data.ljust(self.size, b"\0")
 
     def _numbers_of(self, sites: Sequence[Site]) -> Integers:
         if sites is not self._last_sites[0]:  # nearly always the sites of the step before
@@ -212,7 +216,7 @@ def merge(tables: Sequence[StepTable]) -> MergedStep:
         metrics=metrics,
         samples=samples.merge([table.samples for table in tables]),
     )  # fmt: skip
-    sums = np.concatenate([_checksums(table) for table in tables])
+    sums = np.concatenate([checksums_of(table) for table in tables])
     merged.scalars.update(_drifted(sites, owner, rank, shards, sums, used))
     merged.scalars[RANKS] = float(sum(len(table.sites) > 0 for table in tables))
     # Each rank knows the norm of its own shards only, and not which of them are replicas.
@@ -232,7 +236,8 @@ def merge(tables: Sequence[StepTable]) -> MergedStep:
     return MergedStep(merged, spreads[left], notes, is_whole=False)
 
 
-def _checksums(table: StepTable) -> Checksums:
+def checksums_of(table: StepTable) -> Checksums:
+    """The checksums of its sites: zeros if it has none."""
     return table.checksums if len(table.checksums) else checksums.empty(len(table.sites))
 
 

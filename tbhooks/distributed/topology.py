@@ -12,7 +12,7 @@ import os
 import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -29,7 +29,7 @@ from tbhooks.data.errors import ArgumentError
 from tbhooks.data.process.patching import wrapping
 from tbhooks.data.process.rank import rank_and_world
 from tbhooks.data.self_report import Report, describe_exception
-from tbhooks.distributed import handshake, merge
+from tbhooks.distributed import handshake, merge, slices
 from tbhooks.distributed.merge import Reader, Writer
 
 LOCAL, MERGE = RANKS = ("local", "merge")
@@ -37,7 +37,8 @@ LOCAL, MERGE = RANKS = ("local", "merge")
 # How long a rank may be late for a collective, and for watch(), if the job's process group does not say less.
 COLLECTIVE_TIMEOUT = timedelta(minutes=5)
 HANDSHAKE_TIMEOUT = timedelta(minutes=2)
-# Up to this many bytes in total all ranks get the data of all ranks; beyond that only the first rank does.
+# Up to this many bytes in total all ranks get the data of all ranks. Beyond that only the first rank gets what is
+# merged, and other ranks merge it, a slice each.
 MOST_FOR_ALL_GATHER = 64 << 20
 
 
@@ -150,11 +151,14 @@ class GlooRankGroup:
     def _make_buffers(self) -> None:
         self._writer = Writer(self.size)
         self._reader = Reader(with_buckets=self.rank == 0)  # only the first rank writes histograms
-        self._all_gather = self.world * self.size <= MOST_FOR_ALL_GATHER
-        self._sent = torch.zeros(self.size, dtype=torch.uint8)
-        # Reused for every step. With gather, only the first rank receives.
-        receives = self._all_gather or self.rank == 0
-        self._received = [torch.zeros(self.size, dtype=torch.uint8) for _ in range(self.world if receives else 0)]
+        self._slices = 0
+        if self.world * self.size <= MOST_FOR_ALL_GATHER:  # reused for every step
+            self._sent = torch.zeros(self.size, dtype=torch.uint8)
+            self._received = [torch.zeros(self.size, dtype=torch.uint8) for _ in range(self.world)]
+        else:
+            self._slices = slices.slice_count(self.size, self.world)
+            self._slice_writer = slices.SliceWriter(self._slices)
+            self._slice_merger, self._slice_reader = slices.SliceMerger(), slices.SliceReader()
 
     def reserve(self, sites: int) -> None:
         """Makes room for more sites. All ranks do the same before they first meet; after that it is too late."""
@@ -167,13 +171,8 @@ class GlooRankGroup:
         if self.is_over:
             return None
         try:
-            tables = self._exchange(table)
-            if tables is None:
-                return None
-            if len({each.step for each in tables}) > 1:
-                steps = ", ".join(f"rank {i} at {each.step}" for i, each in enumerate(tables[:8]))
-                raise RuntimeError(f"ranks are not at the same step: {steps}")
-            merged = merge.merge(tables)
+            self.collectives += 1
+            merged = self._merge_slices(table) if self._slices else self._merge_gathered(table)
         except Exception as problem:
             self.is_over = True
             report.errors += 1
@@ -182,21 +181,50 @@ class GlooRankGroup:
                 + ("From now on the statistics are those of rank 0" if self.rank == 0 else "Rank 0 goes on alone")
             )
             return None
+        if merged is None:
+            return None
         for what in self._writer.left_out:
             report.log_once(f"the buffer that ranks exchange is too small for all {what} of this model")
         for note in merged.notes if self.rank == 0 else ():
             report.log_once(note, once=note.partition(" of ")[0] + " differ between ranks")
         return merged
 
-    def _exchange(self, table: StepTable) -> list[StepTable] | None:
+    def _merge_gathered(self, table: StepTable) -> MergedStep:
+        """Every rank gets the tables of all ranks, and merges them."""
         self._sent.numpy()[:] = np.frombuffer(self._writer.write(table), np.uint8)
-        self.collectives += 1
-        if self._all_gather:
-            work = distributed.all_gather(self._received, self._sent, group=self.group, async_op=True)
-        else:
-            work = distributed.gather(self._sent, self._received or None, dst=0, group=self.group, async_op=True)
+        self._wait_for(distributed.all_gather(self._received, self._sent, group=self.group, async_op=True))
+        tables = [self._reader.read(data.numpy().tobytes()) for data in self._received]
+        if len({each.step for each in tables}) > 1:
+            steps = ", ".join(f"rank {i} at {each.step}" for i, each in enumerate(tables[:8]))
+            raise RuntimeError(f"ranks are not at the same step: {steps}")
+        return merge.merge(tables)
+
+    def _merge_slices(self, table: StepTable) -> MergedStep | None:
+        """Ranks 1, 2, ... merge a slice each, and the first rank gets what is merged; the others get None."""
+        parts = self._slice_writer.write(table)
+        received = self._all_to_all({1 + number: part for number, part in enumerate(parts)})
+        problem, mine = "", b""
+        if 1 <= self.rank <= self._slices:
+            mine, problem = self._slice_merger.merge(received)
+        merged = self._all_to_all({0: mine})
+        if problem:
+            raise RuntimeError(problem)
+        return None if self.rank else self._slice_reader.read(merged[1 : 1 + self._slices], table.sites)
+
+    def _all_to_all(self, sent: Mapping[int, bytes]) -> list[bytes]:
+        """Sends bytes to some ranks, and returns what each rank has sent to this one. The lengths are sent first."""
+        lengths = torch.tensor([len(sent.get(rank, b"")) for rank in range(self.world)])
+        theirs = torch.zeros_like(lengths)
+        self._wait_for(distributed.all_to_all_single(theirs, lengths, group=self.group, async_op=True))
+        data = torch.from_numpy(np.frombuffer(b"".join(sent[rank] for rank in sorted(sent)), np.uint8).copy())
+        sizes = [int(length) for length in theirs]
+        received = torch.zeros(sum(sizes), dtype=torch.uint8)
+        work = distributed.all_to_all_single(
+            received, data, sizes, [int(length) for length in lengths], group=self.group, async_op=True
+        )
         self._wait_for(work)
-        return [self._reader.read(data.numpy().tobytes()) for data in self._received] or None
+        content, ends = received.numpy().tobytes(), np.cumsum(sizes)
+        return [content[end - size : end] for end, size in zip(ends, sizes, strict=True)]
 
     def _wait_for(self, work: Any) -> None:
         """Waits until all ranks have arrived. Raises if the time limit of the group is over, or after `give_up()`."""

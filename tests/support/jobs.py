@@ -899,3 +899,25 @@ def flipped_bit(rank: int, wrap: str, at: int | None, steps: int = 5) -> Any:
     found = [(each.step, each.site.path if each.site else "", each.evidence["rank"]) for each in w.findings]
     flights = [] if rank else [flight.reason for flight in tbhooks.runs.read("run").flights if flight.rank == 0]
     return found, flights, [each.message for each in w.findings], w.stats.errors, w.stats.messages
+
+
+def sliced(rank: int, in_slices: bool, dies: int | None = None) -> Any:
+    """A training without communication of its own. With `in_slices` ranks merge as they do in large jobs."""
+    from tbhooks.distributed import topology
+
+    if in_slices:
+        topology.MOST_FOR_ALL_GATHER = 0
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    w = tbhooks.watch(model, None, EVERY, ranks="merge", rules=())
+    for step in range(STEPS):
+        if rank == dies and step == 3:
+            os._exit(0)
+        optimizer.zero_grad()
+        loss_of(model(batch(step, rank))).backward()
+        optimizer.step()
+        w.log({"loss": float(rank + step)})
+    w.flush()
+    found = list(w.history), w.stats.errors, w.stats.messages
+    w.close()
+    return found
