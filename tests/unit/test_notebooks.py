@@ -50,6 +50,7 @@ SHOWS = {
         "loss after 200 steps: 0.",
         "no issues found",
     ),
+    "collapsing_router": ("Experts collapsed: model.layers.", "the routers use their experts again"),
     "logit_growth": ("step   0: largest logit     0.2, entropy 2.08", "attention logits grew"),
     "compare_precisions": (
         "dtypes: float32 bfloat16 float16",
@@ -82,6 +83,7 @@ NEEDS = {
     "nan_hunt": ("sklearn",),
     "logit_growth": ("sklearn",),
     "compare_precisions": ("sklearn", "matplotlib", "pandas"),
+    "collapsing_router": ("transformers",),
     "transformer_activations": ("transformers", "matplotlib"),
 }
 WIDGET = "application/vnd.jupyter.widget-view+json"
