@@ -147,9 +147,9 @@ def _simulated_line(figures: dict[str, Any]) -> str:
     return (
         f"Simulated in one process, for the GPT-2 above ({small['sites']} sites) on 1,024 ranks: each sends "
         f"{sent[0] / 1e3:.0f} kB a logged step ({sent[1] / 1e3:.0f} with histograms); rank 0 receives "
-        f"{first[0] / 1e3:.0f} kB ({first[1] / 1e3:.0f}), however many ranks there are; each of the {small['slices']:.0f} "
-        f"({large['slices']:.0f}) ranks that merge receives at most {merger[0] / 1e6:.1f} MB ({merger[1] / 1e6:.1f}). If "
-        f"rank 0 merged alone, it would receive {small['all_received'] / 1e6:.0f} MB "
+        f"{first[0] / 1e3:.0f} kB ({first[1] / 1e3:.0f}), however many ranks there are; each of the "
+        f"{small['slices']:.0f} ({large['slices']:.0f}) ranks that merge receives at most {merger[0] / 1e6:.1f} MB "
+        f"({merger[1] / 1e6:.1f}). If rank 0 merged alone, it would receive {small['all_received'] / 1e6:.0f} MB "
         f"({large['all_received'] / 1e6:.0f}). The merged numbers are equal to the bit."
     )
 
