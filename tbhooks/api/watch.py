@@ -15,6 +15,7 @@ from tbhooks.api.burst_file import BurstFile
 from tbhooks.api.finding_actions import FindingActions
 from tbhooks.api.handle import Watch
 from tbhooks.api.lifecycle import Lifecycle
+from tbhooks.api.quantizers import formats_in_use
 from tbhooks.capture.rank_context import RankContext, this_rank
 from tbhooks.capture.schedule import Bursts, Schedule
 from tbhooks.capture.selection import Selector, is_keras, unwrap
@@ -110,7 +111,7 @@ def _start(
 ) -> Watch:  # fmt: skip
     """Builds and connects the parts of a watch, and starts it."""
     report = Report(is_quiet=context.rank != 0)
-    history = History()
+    history = History(formats=formats_in_use(model))
     bursts = Bursts()
     burst_file = BurstFile(sinks, bursts.ask)
     actions = FindingActions(rules if context.rank == 0 else (), history, report, bursts)

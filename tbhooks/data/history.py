@@ -39,7 +39,9 @@ class History:
 
     """
 
-    def __init__(self, most_frames: int = MOST_FRAMES) -> None:
+    def __init__(self, most_frames: int = MOST_FRAMES, formats: tuple[str, ...] = ()) -> None:
+        self.formats = formats
+        """The number formats that quantizers of the model use."""
         self._frames: deque[Frame] = deque(maxlen=most_frames)
         # Scalars of steps that were not logged otherwise. No rule counts them as frames.
         self._scalars_only: deque[Frame] = deque(maxlen=most_frames)

@@ -14,8 +14,16 @@ from tbhooks.rules.run_view import RunView, Series, is_bias
 
 _GRADIENTS = ("gradient", "weight_gradient", "normalized_gradient")
 IN_USE = "in use"
-ASKED_FORMATS = ("float16", "bfloat16", "float8_e5m2")
+_ELSEWHERE, _NOT_NOW, _BY_QUANTIZERS = "in use elsewhere in this model", "not in use now", "in use by its quantizers"
+_REMEDY = "Before training in that format, consider bfloat16, a GradScaler, or excluding this module from autocast"
+_REMEDY_QUANTIZED = "Consider one scale per channel or group, or excluding this module from quantization"
+ASKED_FORMATS = (IN_USE, "float16", "bfloat16", "float8_e5m2")
 """The formats that `rules=["low_precision"]` asks about."""
+_ALL_FORMATS = {**FORMATS, "int8": (0.5, 127.0)}
+"""Half of the smallest positive value, and the largest one; between them a value is rounded to a value above zero."""
+_FORWARD, _BACKWARD = ("activation", "weight"), ("gradient", "weight_gradient")
+_QUANTIZED = {"int8": _FORWARD, "float8_e4m3fn": _FORWARD, "float8_e5m2": _BACKWARD}
+"""The kinds of tensors that quantizers cast to a format."""
 
 
 @rule_of_every_frame
@@ -90,27 +98,30 @@ def _nonfinite_losses(view: RunView) -> Iterator[RuleHit]:
 
 @rule
 def low_precision(view: RunView, *, share: float = 0.5, formats: tuple[str, ...] = (IN_USE,)) -> Iterator[RuleHit]:
-    """Values that underflow or overflow in a narrower dtype which is in use, as with autocast.
+    """Values that underflow or overflow in a narrower dtype which is in use, as with autocast or a quantizer.
 
     Reported with severity info when `share` of the nonzero values of a tensor would underflow, or any would overflow,
     in one of `formats`. "in use" stands for float16 and bfloat16 where a quarter of the outputs or weights have such
-    values, and for float16 with a GradScaler. `rules=["default", "low_precision"]` asks about float16, bfloat16 and
-    float8_e5m2 whether or not they are in use. For float8 each tensor is scaled to the range of the dtype, as in
-    practice. A warning if a tensor already is in float16 and gets near the end of its range, or most of its values are
-    subnormal and have lost precision.
+    values, for float16 with a GradScaler, and for int8 and float8 where the model has quantizers of torch.ao, torchao
+    or bitsandbytes. `rules=["default", "low_precision"]` asks about float16, bfloat16 and float8_e5m2 whether or not
+    they are in use. For int8 and float8 each tensor is scaled to the range of the dtype. A warning if a tensor already
+    is in float16 and gets near the end of its range, or most of its values are subnormal and have lost precision.
     Try bfloat16, a GradScaler, or excluding the module from autocast.
     """
     if not view.frame.buckets.shape[1]:
         return
-    in_use = _formats_in_use(view)
-    names = dict.fromkeys(name for one in formats for name in (in_use if one == IN_USE else (one,)))
+    in_use = _formats_in_use(view) if IN_USE in formats else []
+    asked = [name for name in formats if name != IN_USE]
     for kind in ("activation", "gradient", "weight", "weight_gradient"):
+        quantized = [name for name in view.formats if IN_USE in formats and kind in _QUANTIZED.get(name, ())]
+        uses = dict.fromkeys(asked, _NOT_NOW) | dict.fromkeys(in_use, _ELSEWHERE)
+        uses |= dict.fromkeys(quantized, _BY_QUANTIZERS)
         in_float16 = _in_format(view, kind, _SIGNIFICANT_BITS["float16"])
-        if view.sites(kind) and (in_float16 or names):
+        if view.sites(kind) and (in_float16 or uses):
             sizes = _Sizes(view, kind)
             yield from _loss_in_float16(view, sizes, share, in_float16)
-            for name in names:
-                yield from _loss_in(sizes, name, share, name in in_use)
+            for name, use in uses.items():
+                yield from _loss_in(sizes, name, share, use)
 
 
 def _formats_in_use(view: RunView) -> list[str]:
@@ -143,10 +154,10 @@ class _Sizes:
         return np.where(buckets >= 0, below / np.maximum(self._below[:, -1], 1), 0.0)
 
 
-def _loss_in(sizes: _Sizes, name: str, share: float, is_in_use: bool) -> Iterator[RuleHit]:
+def _loss_in(sizes: _Sizes, name: str, share: float, use: str) -> Iterator[RuleHit]:
     """What would be lost if the tensors were in another dtype."""
-    smallest, largest = FORMATS[name]
-    scaled, peak = name.startswith("float8"), sizes.peak
+    smallest, largest = _ALL_FORMATS[name]
+    scaled, peak = name.startswith(("float8", "int")), sizes.peak
     flushed = sizes.share_below(peak / largest * smallest if scaled else np.full(len(peak), smallest))
     over = (peak >= largest) & (not scaled)
     flagged = np.flatnonzero((flushed >= share) | over)
@@ -156,9 +167,8 @@ def _loss_in(sizes: _Sizes, name: str, share: float, is_in_use: bool) -> Iterato
         yield RuleHit(
             sizes.sites[i],
             f"{values} of {describe(sizes.sites[i])} would {'overflow' if over[i] else 'underflow'} in {name} "
-            f"({'in use elsewhere in this model' if is_in_use else 'not in use now'}"
-            f"{', scaled to its range' if scaled else ''})",
-            "Before training in that format, consider bfloat16, a GradScaler, or excluding this module from autocast",
+            f"({use}{', scaled to its range' if scaled else ''})",
+            _REMEDY_QUANTIZED if use == _BY_QUANTIZERS else _REMEDY,
             "info",
             {"format": name, "abs_max": float(peak[i]), "flushed": float(flushed[i])},
             others=len(flagged) - 1,

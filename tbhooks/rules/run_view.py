@@ -102,9 +102,14 @@ def _usual_maximum(series: Series, stat: str) -> Floats:
 class RunView:
     """The training frames of a history. `frame` is the newest one, which the rules check."""
 
-    def __init__(self, frames: Sequence[Frame], early: Sequence[Frame] = (), before: RunView | None = None) -> None:
+    def __init__(
+        self, frames: Sequence[Frame], early: Sequence[Frame] = (), before: RunView | None = None,
+        formats: Sequence[str] = (),
+    ) -> None:  # fmt: skip
         """`before` is the view of the frame before, which has what is still the same."""
         self.frames = tuple(frames)
+        self.formats = tuple(formats)
+        """The number formats that quantizers of the model use."""
         self._first_frames = tuple(early) or self.frames
         self.frame = self.frames[-1]
         self._series: dict[tuple[str, tuple[Frame, ...]], Series] = {}
@@ -307,5 +312,6 @@ def view_of(history: History, evaluations: bool = False) -> RunView | None:
             [frame for frame in frames if frame.sites and not frame.sites.are_of_evaluation],
             [frame for frame in history.early if frame.sites],
             view,
+            history.formats,
         )
     return view

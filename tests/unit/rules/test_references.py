@@ -17,8 +17,8 @@ OUTPUT, GRADIENT = Site("fc", "activation"), Site("fc", "gradient")
 WEIGHT = {Site("fc.weight", "weight"): [0.5, -0.25]}
 
 
-def judged(rule: rules.Rule, frames: Iterable[Frame]) -> list[Finding]:
-    history = History()
+def judged(rule: rules.Rule, frames: Iterable[Frame], formats: tuple[str, ...] = ()) -> list[Finding]:
+    history = History(formats=formats)
     for frame in frames:
         history.append(frame)
     return list(rule(history))
@@ -201,6 +201,25 @@ def test_formats_that_are_not_in_use_are_spoken_of_when_asked_for(asked: object)
     chosen = rules.choose(["default", asked])
     assert [each for each in chosen if each.name == "low_precision"] == [rule]
     assert rules.choose("default")[9] is rules.low_precision
+
+
+# One value of a hundred is a thousand times the others: scaled to it, they are all zero in int8, but not in float8.
+OUTLIER = np.array([1000.0, *np.linspace(-1, 1, 99)])
+
+
+@pytest.mark.parametrize("asked", ["default", "low_precision"])
+@pytest.mark.parametrize(
+    ("formats", "found"),
+    [((), set()), (("int8",), {("out", "int8")}), (("float8_e5m2",), {("far", "float8_e5m2")})],
+    ids=["none", "int8", "float8"],
+)
+def test_what_quantizers_of_the_model_lose_is_said(asked: str, formats: tuple[str, ...], found: set[object]) -> None:
+    (rule,) = (each for each in rules.choose(asked) if getattr(each, "name", "") == "low_precision")
+    far = np.array([1.0, *[1e-11] * 63])
+    frame = make_frame(0, {Site("out", "activation"): OUTLIER, Site("far", "gradient"): far})
+    judged_by = [finding for finding in judged(rule, [frame], formats) if "by its quantizers" in finding.message]
+    assert {(finding.site.path, finding.evidence["format"]) for finding in judged_by if finding.site} == found
+    assert all("excluding this module from quantization" in finding.message for finding in judged_by)
 
 
 # --- The second moment of optimizers --------------------------------------------------------------
