@@ -72,7 +72,7 @@ def read(measured: Floats, stat: str) -> Spread:
     if stat not in SPREAD_STATS:
         raise ArgumentError(f"ranks cannot be compared by {stat!r}: {nearest(stat, SPREAD_STATS)}")
     if not len(measured):
-        raise ArgumentError('this frame has one rank only; watch(..., ranks="merge") compares ranks')
+        raise ArgumentError('this logged step has one rank only; watch(..., ranks="merge") compares ranks')
     place = SPREAD_STATS.index(stat)
     # Frames that were written by an older version have fewer statistics.
     low, low_rank, high, high_rank, median, ranks = measured[place] if place < len(measured) else [0.0] * len(FIELDS)

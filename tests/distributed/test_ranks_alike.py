@@ -62,7 +62,7 @@ def test_a_single_process_merges_with_nobody() -> None:
         torch.optim.SGD(model.parameters(), lr=0.1).step()
         assert w.latest is not None
         assert w.latest["weight", "weight_gradient"].mean == 4.0
-        with pytest.raises(tbhooks.ArgumentError, match=r'this frame has one rank only; watch.*ranks="merge"'):
+        with pytest.raises(tbhooks.ArgumentError, match=r'this logged step has one rank only; watch.*ranks="merge"'):
             w.latest["weight", "weight"].spread("norm")
 
 

@@ -38,7 +38,7 @@ def frame_figure(frame: Frame, width: float = 7.0) -> Figure:
     plain = frame.without_phase() if frame.is_evaluation else frame
     names = names_of(plain, ("activation", "gradient"))
     if not names:
-        raise ArgumentError("figure() shows activations and gradients; this frame has neither")
+        raise ArgumentError("figure() shows activations and gradients; this logged step has neither")
     panels = [panel for panel in _PANELS if any(site.kind == panel[0] for site in plain.sites)]
     figure = mpl.new_figure(width, 1.0 + 1.35 * len(panels))
     axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]

@@ -33,7 +33,7 @@ def ridgeline(frame: Frame, kind: str = "activation", width: float = 7.0) -> Fig
     plain = frame.without_phase() if frame.is_evaluation else frame
     kinds = dict.fromkeys(site.kind for site in plain.sites)
     if kind not in kinds:
-        raise ArgumentError(f"this frame has no kind {kind!r}: {nearest(str(kind), kinds)}")
+        raise ArgumentError(f"this logged step has no kind {kind!r}: {nearest(str(kind), kinds)}")
     if not plain.buckets.shape[1]:
         raise ArgumentError("ridgeline() needs histograms; this step has none: watch(..., histograms=...)")
     names = [name for name in names_of(plain, ("activation", kind)) if (name, kind) in plain]

@@ -95,7 +95,7 @@ def compare(first: Frame, second: Frame) -> FrameComparison:
     Raises ArgumentError if `second` is not a frame.
     """
     if not isinstance(second, Frame):
-        raise ArgumentError(f"compare() takes another frame, not {type(second).__name__}")
+        raise ArgumentError(f"compare() takes another logged step (a Frame), not {type(second).__name__}")
     one, two = (frame.without_phase() if frame.is_evaluation else frame for frame in (first, second))
     columns = [{stat: frame.stat(stat).tolist() for stat in _MEASURED} for frame in (one, two)]
     rows = {(site.name, site.kind): j for j, site in enumerate(two.sites)}

@@ -1,4 +1,4 @@
-/* All stats of one step as a real table, a column a module; copied as tab-separated exact numbers. */
+/* All stats of one step as a real table, one column per module; copied as tab-separated exact numbers. */
 
 import { hasMeaning } from "./cells.js";
 import { exact, isFinite, nearZero, percent, whole } from "../core/numbers.js";
