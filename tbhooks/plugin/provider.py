@@ -81,9 +81,14 @@ def _list_all(provider: Any, context: Any, experiment: str) -> Listing:
 
 
 def _list(provider: Any, context: Any, experiment: str, run: str | None) -> Listing:
+    return _listed(provider.list_tensors, context, experiment, PLUGIN, run)
+
+
+def _listed(list_tags_of: Callable[..., Any], context: Any, experiment: str, plugin: str, run: str | None) -> Listing:
+    """What a method of the provider lists for a plugin: tags by run, of all runs or of one."""
     only = None if run is None else provider_types.RunTagFilter(runs=[run])
     listing: Listing | None = _with_retries(
-        lambda: provider.list_tensors(context, experiment_id=experiment, plugin_name=PLUGIN, run_tag_filter=only)
+        lambda: list_tags_of(context, experiment_id=experiment, plugin_name=plugin, run_tag_filter=only)
     )
     return listing or {}
 
@@ -119,13 +124,8 @@ class Reader:
             return {}
 
     def _scalar_tags(self) -> list[str]:
-        only = provider_types.RunTagFilter(runs=[self._run])
-        listed = _with_retries(
-            lambda: self._provider.list_scalars(
-                self._context, experiment_id=self._experiment, plugin_name=_SCALARS, run_tag_filter=only
-            )
-        )
-        return list((listed or {}).get(self._run, {}))
+        listed = _listed(self._provider.list_scalars, self._context, self._experiment, _SCALARS, self._run)
+        return list(listed.get(self._run, {}))
 
     def _read_scalars(self, tags: list[str]) -> dict[str, tuple[NDArray[np.int64], NDArray[np.float64]]]:
         series = self._of_run(self._provider.read_scalars, _SCALARS, tags, MOST_POINTS)
