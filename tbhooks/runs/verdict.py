@@ -61,7 +61,8 @@ CAUSES: Mapping[str, tuple[str, ...]] = {
 }
 """Which rules can name the cause of another rule's issue."""
 
-_DRIVEN_BY_LEARNING_RATE = frozenset({*_TOO_LARGE, "divergence", "exploding_activation", "non_finite"}) - {"bad_init"}
+_DRIVEN_BY_LEARNING_RATE = frozenset({*_TOO_LARGE, "divergence", "exploding_activation"}) - {"bad_init"}
+"""Rules whose issue may come from the learning rate. A NaN that nothing announced may come from anywhere."""
 # An issue that ended in the first half of the time until another began, and many logged steps before it, did not cause
 # it.
 _LONG_BEFORE, _MANY_LOGGED = 0.5, 20

@@ -6,7 +6,9 @@ import re
 from typing import Any
 
 import pytest
+import torch
 
+import tbhooks
 from tests.support.browser_tab import ALONE, Pages, Tab, alone, parameters
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -368,3 +370,81 @@ def test_the_steps_of_a_distribution_can_be_played_and_scrubbed(models: Pages) -
     part.get_by_role("button", name="Play").click()
     expect(part.locator(".scrubber-step")).to_have_text("step 550")
     expect(tab.frame.locator(".detail-step")).to_have_text("step 550")
+
+
+def test_the_histograms_of_a_map_are_read_before_somebody_clicks(models: Pages) -> None:
+    page = models.open("/data/plugin/tbhooks/core/style.css", **WIDE)
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url) if "/distribution?" in request.url else None)
+    page.goto(models.address + ALONE + "#tbhooks&" + parameters(page="map", run="baseline", kind="activation"))
+    tab = Tab(page, page)
+    tab.settle()
+    page.wait_for_timeout(1000)
+    assert len(asked) == 1
+    tab.choose("Stat", "max")
+    page.wait_for_timeout(1000)
+    assert len(asked) == 1, "once for each kind"
+
+
+# --- Small things on the map ---
+
+PIXELS = """([query, x, y, width, height]) => {
+  const canvas = document.querySelector(query), scale = canvas.width / canvas.clientWidth;
+  const box = [x, y, width, height].map((each) => Math.round(each * scale));
+  const { data } = canvas.getContext("2d").getImageData(...box);
+  return [...data].some((value, i) => i % 4 === 3 ? false : value !== data[i % 4]);
+}"""
+
+
+def test_a_row_has_a_sparkline_of_its_own_beside_its_name(models: Pages) -> None:
+    tab = alone(models, parameters(page="map", run="outlier", kind="activation", search="layers.7."), **WIDE)
+    layout = tab.layout()
+    left = layout["panes"][0]["x"]
+    for row in range(3):
+        top = layout["top"] + row * layout["rowHeight"]
+        box = [left - 46, top + 2, 34, layout["rowHeight"] - 4]
+        assert tab.frame.evaluate(PIXELS, [".map-base", *box]), "something is drawn between the name and the cells"
+
+
+def test_a_finding_is_marked_in_the_strip_at_its_onset(models: Pages) -> None:
+    tab = alone(models, parameters(page="map", run="vanishing", kind="gradient"), **WIDE)
+    layout = tab.layout()
+    low, high = layout["view"]
+    pane = layout["panes"][0]
+    at = {step: pane["x"] + (step - low) / (high - low) * pane["width"] for step in (90, 200)}
+    drawn = {step: tab.frame.evaluate(PIXELS, [".map-over", x - 3, 20, 7, 10]) for step, x in at.items()}
+    assert drawn == {90: True, 200: False}
+
+
+def test_a_finding_is_reached_from_the_first_page_with_the_keyboard_alone(models: Pages) -> None:
+    page = landing(models)
+    link = card(page, "vanishing").locator(".chain-link").first
+    for _ in range(40):
+        page.keyboard.press("Tab")
+        if link.evaluate("(each) => each === document.activeElement"):
+            break
+    outline = link.evaluate("(each) => getComputedStyle(each).outlineStyle")
+    assert outline != "none", "where the focus is can be seen"
+    page.keyboard.press("Enter")
+    expect(page.locator(".detail-name")).to_have_text("layers.0.q_proj")
+    page.keyboard.press("Escape")
+    expect(page.locator(".detail-name")).to_have_count(0)
+
+
+def test_a_name_breaks_after_its_dots(models: Pages) -> None:
+    picks = '[["layers.0.q_proj",""]]'
+    tab = alone(models, parameters(page="map", run="vanishing", kind="gradient", picks=picks, step="300"), **WIDE)
+    name = tab.frame.locator(".detail-name")
+    expect(name).to_have_text("layers.0.q_proj")
+    assert name.locator("wbr").count() >= 2
+
+
+def test_a_run_without_scalars_is_told_a_call_that_works(models: Pages) -> None:
+    page = models.open("/data/plugin/tbhooks/core/style.css", **WIDE)
+    page.route("**/scalars*", lambda route: route.fulfill(json={"scalars": []}))
+    page.goto(models.address + ALONE)
+    hint = card(page, "baseline").get_by_text("No scalars in this run").inner_text()
+    found = re.search(r"w\.log\(.*?\)", hint)
+    assert found is not None
+    with tbhooks.watch(torch.nn.Linear(1, 1)) as w:
+        eval(found[0], {"w": w, "loss": torch.tensor(1.0)})

@@ -486,3 +486,57 @@ def test_a_thousand_modules_of_two_thousand_steps_are_drawn_in_time(
     assert times["moved"] == 4000
     assert times["first"] < 5000
     assert times["scroll"] < 1000
+
+
+RUN_WORDS = """async ([base, name, calls]) => {
+  const module = await import(base + "core/runs.js");
+  return calls.map((call) => module[name](...call));
+}"""
+
+
+def test_what_a_run_has_is_counted_in_words(page: Any) -> None:
+    cases = [
+        [3, "weight"],
+        [1, "update"],
+        [1002, "channel.activation"],
+        [2, "eval.weight_gradient"],
+        [8, "channel.experts"],
+    ]
+    assert page.evaluate(RUN_WORDS, [STATIC, "countedKind", cases]) == [
+        "3 weights",
+        "1 update",
+        "1,002 activations by channel",
+        "2 weight gradients (evaluation)",
+        "8 rows of load by expert",
+    ]
+
+
+def test_how_long_ago_a_run_ended_is_in_words(page: Any) -> None:
+    times = [1240.0, 1000.0 + 3 * 86400]
+    run = {"last_step": 9, "last_time": 1000.0, "has_ended": True}
+    runs = [run | {"state": state} for state in ("finished", "failed", "ended")]
+    texts = [page.evaluate(RUN_WORDS, [STATIC, "freshness", [[each, now] for each in runs]]) for now in times]
+    assert [one["text"] for one in texts[0]] == [
+        "finished 4 min ago; last step 9",
+        "failed 4 min ago; last step 9",
+        "no new step for 4 min; last step 9",
+    ]
+    assert texts[1][0]["text"] == "finished on 1 January 1970; last step 9"
+
+
+DEPTH = """async ([base, roles, layers]) => {
+  const { buildRoles, firstDepth } = await import(base + "map/tree.js");
+  const siteOf = (layer, part) => {
+    const path = `layers.${layer}.part${part}`;
+    return { path, index: "", name: path, role: `layers.*.part${part}` };
+  };
+  const sites = Array.from({ length: roles * layers }, (_, i) => siteOf(Math.floor(i / roles), i % roles));
+  return firstDepth(buildRoles(sites), 8, 240);
+}"""
+
+
+@pytest.mark.parametrize(("roles", "layers", "depth"), [(4, 12, 2), (5, 200, 1), (8, 125, 1), (1, 300, 2)])
+def test_roles_are_open_unless_their_modules_are_far_more_than_a_screen_shows(
+    page: Any, roles: int, layers: int, depth: int
+) -> None:
+    assert page.evaluate(DEPTH, [STATIC, roles, layers]) == depth

@@ -42,6 +42,11 @@ def test_what_a_learning_rate_did_is_one_cause_with_a_chain_that_ends_in_nan() -
     ]
 
 
+def test_a_nan_that_nothing_announced_is_not_blamed_on_the_learning_rate() -> None:
+    (cause,) = causes(issues([found(12, "non_finite")]))
+    assert [link.what for link in cause.chain({"train.lr/0": points(*[0.5] * 13)})] == ["NaN or infinity in h.0"]
+
+
 def test_the_sentence_of_a_verdict_tells_the_chain_and_the_loss() -> None:
     given = verdict(BLOW_UP, {"train/loss": points(*[3.0] * 10, *[64.0] * 3)}, 13)
     assert given.level == "error"

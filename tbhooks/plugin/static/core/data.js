@@ -6,6 +6,8 @@
 import { append, createMatrix, inOrderOf } from "../map/matrix.js";
 import { runNamed } from "./runs.js";
 
+const WARM_AFTER = 300; // milliseconds, so that the map is drawn first
+
 const lastOf = (matrix) => (matrix.steps.length ? matrix.steps[matrix.steps.length - 1] : -1);
 const fits = (matrix, choice) => ["run", "kind", "stat"].every((name) => matrix[name] === choice[name]);
 
@@ -32,6 +34,18 @@ async function whole(api, choice, list) {
 export function createData(api) {
   let sides = [];
   let turn = 0;
+  const warmed = new Set();
+
+  /** Has the server read the histograms of what is shown, once: the first click on a cell then need not wait for that. */
+  function warm({ matrix }, list) {
+    const { run, kind, steps, sites, rows } = matrix;
+    const mark = JSON.stringify([run, kind]);
+    const seen = sites[rows.findIndex(({ values }) => Number.isFinite(values[steps.length - 1]))];
+    if (warmed.has(mark) || !seen || !entryOf(list, matrix)?.histograms) return;
+    warmed.add(mark);
+    const { path, index } = seen;
+    setTimeout(() => api.distribution({ run, kind, path, index, step: lastOf(matrix) }).catch(() => warmed.delete(mark)), WARM_AFTER);
+  }
 
   const findingsOf = async (list, run) => (runNamed(list, run)?.findings === null ? [] : api.findings({ run }));
   const aboutRun = (list, run) => Promise.all([findingsOf(list, run), api.scalars({ run })]);
@@ -71,6 +85,7 @@ export function createData(api) {
       const loaded = await Promise.all(runs.map((run) => loadSide({ run, kind, stat }, list)));
       if (mine !== turn) return false;
       sides = loaded;
+      for (const side of sides) warm(side, list);
       return true;
     },
     async follow(list) {

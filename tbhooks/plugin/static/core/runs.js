@@ -22,6 +22,13 @@ export function kindWords(kind) {
   return kind.startsWith("eval.") ? `${plain} (evaluation)` : plain;
 }
 
+/** "3 weights", "1 update", "8 activations by channel". */
+export function countedKind(count, kind) {
+  if (kind in NAMED) return `${count.toLocaleString("en-US")} rows of ${NAMED[kind]}`;
+  const [, plain, rest] = /^(.*?)( (?:by|\().*)?$/.exec(kindWords(kind));
+  return `${count.toLocaleString("en-US")} ${plain}${count === 1 ? "" : "s"}${rest ?? ""}`;
+}
+
 export const statWords = (stat) => stat.replaceAll("_", " ");
 
 function rank(kind) {
@@ -86,8 +93,10 @@ export const runWords = (run, now) => [signOf(stateOf(run, now)), run.name].filt
 export function freshness(run, now) {
   const age = Math.max(0, now - run.last_time);
   if (stateOf(run, now) === "running") return { live: true, text: `live; last step ${run.last_step}` };
-  const ended = run.state === "ended" ? "" : `${run.state}; `;
-  if (age < DAY) return { live: false, text: `${ended}no new step for ${duration(age)}; last step ${run.last_step}` };
+  const known = run.state !== "ended";
+  const ended = known ? `${run.state} ` : "";
+  const last = `last step ${run.last_step}`;
+  if (age < DAY) return { live: false, text: known ? `${ended}${duration(age)} ago; ${last}` : `no new step for ${duration(age)}; ${last}` };
   const date = new Date(run.last_time * 1000).toLocaleDateString("en-GB", { day: "numeric", month: "long", year: "numeric" });
-  return { live: false, text: `${ended}last step ${run.last_step}, written ${date}` };
+  return { live: false, text: known ? `${ended}on ${date}; ${last}` : `${last}, written ${date}` };
 }

@@ -18,6 +18,9 @@ function addStyle() {
   if (!there) document.head.append(html("link", { rel: "stylesheet", href }));
 }
 
+/** A path that breaks after its dots if it must. */
+const breakable = (name) => name.split(/(?<=\.)/).flatMap((part) => [part, html("wbr")]);
+
 function questionsFor(view, answers) {
   return view.sites.slice(0, MOST).map((site) => {
     const where = { run: view.run, kind: view.kind, path: site.path, index: site.index };
@@ -49,7 +52,7 @@ function createHead(onClose, onPickStep) {
     const most = headline(cell, kind);
     const swatch = html("i", { class: "detail-swatch", colour: site.colour });
     const number = most ? html("span", { class: "detail-headline" }, `${most.name} ${most.text}`) : null;
-    const name = html("span", { class: "detail-name" }, site.name);
+    const name = html("span", { class: "detail-name" }, ...breakable(site.name));
     return html("li", { title: site.name }, several ? swatch : null, name, number);
   }
 

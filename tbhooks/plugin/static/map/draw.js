@@ -60,10 +60,10 @@ function drawChevron(context, x, y, open) {
   context.fill();
 }
 
-/** The position of a name: beside its row, but never cut off by the upper edge. */
+/** The position of a name: beside its row, but never cut off by an edge. */
 function labelMiddle(g, row) {
   const middle = rowTop(g, row) + g.rowHeight / 2;
-  return g.rowHeight < 13 ? Math.max(middle, g.top + 7) : middle;
+  return g.rowHeight < HIGH_ENOUGH ? Math.min(Math.max(middle, g.top + 7), g.height - 7) : middle;
 }
 
 /** The room of a name: what is left of the column beside chevron, sparkline and the dot of a chosen module. */

@@ -23,13 +23,14 @@ const RIGHT = 12;
 const TALLEST = 30;
 const COMFORTABLE = 22;
 const NEAR = 6;
+const NARROWEST = 150; // the column of names with room for sparklines
 
 /** Width of the column of names: what they need, within limits. */
 function labelWidth(context, rows, width) {
   context.font = `12px ${FONT}`;
-  let widest = 60;
+  let widest = NARROWEST - 36 - SPARK;
   for (const row of rows) widest = Math.max(widest, context.measureText(row.label).width + row.depth * 13);
-  return Math.round(Math.min(widest + 36 + SPARK, Math.max(130, Math.min(420, width * 0.34))));
+  return Math.round(Math.min(widest + 36 + SPARK, Math.max(NARROWEST, Math.min(420, width * 0.34))));
 }
 
 function rowHeight(room, count, fit) {
@@ -48,7 +49,7 @@ export function layout({ width, height, dpr, labels, model, scroll }) {
   const each = Math.max(10, Math.floor(room / Math.max(1, count)));
   const panes = model.panes.map((_, p) => ({ x: labels + p * (each + between), width: each }));
   const high = rowHeight(height - top - 4, model.rows.length, model.fit);
-  const spark = high >= 13 && labels >= 150;
+  const spark = high >= 13 && labels >= NARROWEST;
   return { width, height, dpr, labels, top, left: 6, panes, scroll, rowHeight: high, strip, spark, font: FONT };
 }
 

@@ -189,11 +189,15 @@ export function rowFinder(root, rows) {
   return (site) => showing.get(nodeKey(site)) ?? -1;
 }
 
-/** The default depth: the deepest with at most `most` rows, one more if that shows fewer than `least`. */
+const BARE = 3; // rows that show nothing of a model
+const MANY = 240; // rows of which no screen shows more than a part
+
+/** The default depth: the deepest with at most `most` rows; one more if that shows fewer than `least`, and not too many more. */
 export function firstDepth(root, least, most) {
   const deepest = maxDepth(root);
   const rowsAt = (depth) => visibleRows(root, depth, new Set()).length;
   let depth = deepest;
   while (depth > 1 && rowsAt(depth) > most) depth--;
-  return rowsAt(depth) < least ? Math.min(depth + 1, deepest) : depth;
+  const next = Math.min(depth + 1, deepest);
+  return rowsAt(depth) < BARE || (rowsAt(depth) < least && rowsAt(next) <= MANY) ? next : depth;
 }

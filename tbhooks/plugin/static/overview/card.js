@@ -2,7 +2,7 @@
 
 import { curve } from "./curve.js";
 import { docsOf, lasting, ruleWords, SIGNS } from "../core/findings.js";
-import { freshness, kindWords, signOf, stateOf } from "../core/runs.js";
+import { countedKind, freshness, signOf, stateOf } from "../core/runs.js";
 import { html } from "../core/elements.js";
 import { usualScalars } from "../map/strip.js";
 
@@ -25,7 +25,7 @@ function head(run, now, overview, on) {
     html("span", { class: `run-state ${state}`, title: state }, `${signOf(state)} ${state}`),
     html("h2", {}, link(run.name, `Open the map of ${run.name}`, () => on.open(run.name), "card-name")),
     level ? html("span", { class: `level ${level}` }, LEVELS[level]) : null,
-    html("span", { class: "card-age" }, text.replace(/^(failed|live); /, "")),
+    html("span", { class: "card-age" }, text.replace(/^(?:failed|finished|live);? /, "")),
   );
 }
 
@@ -71,7 +71,7 @@ function causesOf(run, overview, on, muted) {
 }
 
 function watchedOf({ watched, unwatched, steps }) {
-  const kinds = watched.map(({ kind, sites }) => `${sites} ${kindWords(kind)}${sites === 1 ? "" : "s"}`);
+  const kinds = watched.map(({ kind, sites }) => countedKind(sites, kind));
   const logged = steps.count ? `${steps.count} logged steps from ${steps.first} to ${steps.last}` : "no logged step";
   const parts = [html("p", {}, html("b", {}, "Watched: "), `${kinds.join(", ") || "nothing"}; ${logged}.`)];
   if (unwatched.length) parts.push(html("p", {}, html("b", {}, "Not watched: "), `${unwatched.join("; ")}.`));
@@ -82,7 +82,7 @@ function curvesOf(scalars, overview) {
   const tags = scalars.map(({ tag }) => tag);
   const usual = usualScalars(tags);
   const chosen = usual.map((tag) => scalars.find((each) => each.tag === tag)).filter(({ steps }) => steps.length);
-  if (!chosen.length) return html("p", { class: "soft" }, "No scalars in this run: log the loss with w.log(loss=loss) or the SummaryWriter to see it here.");
+  if (!chosen.length) return html("p", { class: "soft" }, "No scalars in this run: log the loss with w.log({ \"loss\": loss }) or the SummaryWriter to see it here.");
   const ends = chosen.flatMap(({ steps }) => [steps[0], steps.at(-1)]);
   const marks = overview.verdict.causes.filter(({ severity }) => severity !== "info").map(({ onset, severity }) => ({ step: onset, severity }));
   return html("div", { class: "curves" }, ...chosen.map((series) => curve(series, marks, [Math.min(...ends), Math.max(...ends)])));
