@@ -44,7 +44,7 @@ TIMED = """async ([action, done]) => {
   };
   const began = performance.now();
   act($, at);
-  do await painted(); while (!isDone($, at));
+  do await painted(); while (!isDone($, at) && performance.now() - began < 20000);
   await painted();
   return performance.now() - began;
 }"""
@@ -87,6 +87,7 @@ def measure(browser: Any, address: str) -> dict[str, float]:
     page.wait_for_timeout(3000)  # somebody looks at the map before he clicks
     for name, (action, done) in ACTIONS.items():
         found[name] = page.evaluate(TIMED, [action, done])
+        print(f"{name}: {found[name]:.0f} ms", file=sys.stderr)
         page.wait_for_timeout(200)
     page.close()
     return found

@@ -54,9 +54,9 @@ class Histogram:
         smallest = np.min_scalar_type(int(counts.max(initial=0)))
         return cls(source, first, counts[:, first:last].astype(smallest), where)
 
-    def of_sites(self, sites: int) -> Counts:
-        """The counts of all sites of the kind."""
-        counts = np.zeros((sites, BUCKETS), dtype=np.int64)
+    def of_sites(self, counts: Counts) -> Counts:
+        """The counts of all sites of the kind, written into an array: a new one for each step would take far longer."""
+        counts[:] = 0
         counts[self.where, self.first : self.first + self.counts.shape[1]] = self.counts
         return counts
 

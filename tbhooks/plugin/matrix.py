@@ -88,13 +88,14 @@ def quantile_matrix(name: str, rows: Rows, histograms: Histograms, known: Matrix
     usable = known is not None and known.values.shape[1] == sites
     earlier = {source: i for i, source in enumerate(known.sources)} if known is not None and usable else {}
     values, sources = np.empty((len(at), sites), dtype=np.float32), []
+    counts = np.empty((sites, stats.BUCKETS), dtype=np.int64)
     for target, step, i in zip(values, at, which, strict=True):
         histogram = histograms.each[i]
         sources.append(histogram.source)
         if known is not None and histogram.source in earlier:
             target[:] = known.values[earlier[histogram.source]]
         else:
-            target[:] = quantile(name, rows.columns[:, step], histogram.of_sites(sites))
+            target[:] = quantile(name, rows.columns[:, step], histogram.of_sites(counts))
     return Matrix(at, values, tuple(sources))
 
 
