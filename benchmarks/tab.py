@@ -81,7 +81,7 @@ ACTIONS: dict[str, tuple[str, str]] = {
 def measure(browser: Any, address: str) -> dict[str, float]:
     page = browser.new_page(viewport={"width": 1440, "height": 900})
     page.set_default_timeout(60_000)
-    page.goto(address + ALONE + "#tbhooks&" + parameters(page="map", run="large", kind=KIND, stat="std"))
+    page.goto(address + ALONE + "#tbhooks&" + parameters(page="map", run="large", kind=KIND, stat="std", depth="2"))
     page.wait_for_function(READY)
     found = {"ready": page.evaluate("() => new Promise((d) => requestAnimationFrame(() => d(performance.now())))")}
     page.wait_for_timeout(3000)  # somebody looks at the map before he clicks

@@ -540,3 +540,41 @@ def test_roles_are_open_unless_their_modules_are_far_more_than_a_screen_shows(
     page: Any, roles: int, layers: int, depth: int
 ) -> None:
     assert page.evaluate(DEPTH, [STATIC, roles, layers]) == depth
+
+
+KEPT = """async ([base]) => {
+  const load = (name) => import(base + name);
+  const [{ createMatrix, append }, { createModel }, { initialState }] = await Promise.all(
+    ["map/matrix.js", "core/model.js", "core/state.js"].map(load));
+  const sites = ["a.0", "a.1", "a.2", "a.3"].map((path) => ({ path, index: "", name: path, role: "a.*" }));
+  const matrix = createMatrix({ run: "r", kind: "activation", stat: "std" }, sites);
+  const grow = (steps, numbers) => {
+    append(matrix, { header: { sites: 4, steps, nonfinite: [] }, values: Float32Array.from(numbers) });
+  };
+  grow([0, 1], [1, 2, 3, 40, 5, 6, 7, 8]);
+  const model = createModel();
+  const shown = (change) => {
+    const state = { ...initialState(), group: "roles", depth: 1, ...change };
+    const sides = [{ matrix, findings: [], scalars: [] }];
+    const { rows, panes } = model({ state, choice: { kind: "activation", stat: "std" }, sides, dark: false });
+    return panes[0].numbers(rows[0]);
+  };
+  const first = shown({ scale: "log" });
+  const linear = shown({ scale: "linear" });
+  const most = [...shown({ shows: "most" }).values];
+  const least = [...shown({ shows: "least" }).values];
+  grow([2], [1, 1, 2, 2]);
+  const later = [...shown({ scale: "log" }).values];
+  return { same: first === linear, median: [...first.values], most, least, later };
+}"""
+
+
+def test_the_numbers_of_a_group_are_computed_once_until_the_run_grows(page: Any) -> None:
+    found = page.evaluate(KEPT, [STATIC])
+    assert found == {
+        "same": True,
+        "median": [2.5, 6.5],
+        "most": [40, 8],
+        "least": [1, 5],
+        "later": [2.5, 6.5, 1.5],
+    }

@@ -184,6 +184,12 @@ export function sideOf(value, scale) {
   return at > 1 + SLACK ? 1 : at < -SLACK && at !== -Infinity ? -1 : 0;
 }
 
+function codeOf(at) {
+  if (at > 1 + SLACK) return ABOVE;
+  if (at < -SLACK && at !== -Infinity) return BELOW;
+  return LOWEST + Math.round(LEVELS * Math.min(1, Math.max(0, at)));
+}
+
 /** The codes of the first `length` cells of a row. */
 export function codesOf(row, length, scale) {
   const codes = new Uint8Array(length);
@@ -191,7 +197,7 @@ export function codesOf(row, length, scale) {
     const value = row.values[i];
     if (isBad(row, i)) codes[i] = NOT_FINITE;
     else if (isUndefined(row, i)) codes[i] = UNDEFINED;
-    else if (value === value) codes[i] = [BELOW, LOWEST + Math.round(LEVELS * scale.place(value)), ABOVE][1 + sideOf(value, scale)];
+    else if (value === value) codes[i] = codeOf(share(value, scale));
   }
   return codes;
 }

@@ -105,14 +105,46 @@ export function nearestStep(steps, position) {
 export const isUndefined = (row, i) => row.bad !== null && row.bad[i] === 2;
 export const isBad = (row, i) => (row.bad !== null && row.bad[i] === 1) || (Math.abs(row.values[i]) === Infinity && !isUndefined(row, i));
 
-const PICK = {
-  median: (sorted) => {
-    const half = sorted.length >> 1;
-    return sorted.length % 2 ? sorted[half] : (sorted[half - 1] + sorted[half]) / 2;
-  },
-  least: (sorted) => sorted[0],
-  most: (sorted) => sorted[sorted.length - 1],
-};
+/** The k-th smallest number; afterwards no number before it is larger, and none behind it smaller. */
+function select(numbers, k) {
+  let [low, high] = [0, numbers.length - 1];
+  while (low < high) {
+    const pivot = numbers[(low + high) >> 1];
+    let [i, j] = [low, high];
+    while (i <= j) {
+      while (numbers[i] < pivot) i++;
+      while (numbers[j] > pivot) j--;
+      if (i > j) break;
+      const kept = numbers[i];
+      numbers[i++] = numbers[j];
+      numbers[j--] = kept;
+    }
+    if (k <= j) high = j;
+    else if (k >= i) low = i;
+    else break;
+  }
+  return numbers[k];
+}
+
+function least(numbers) {
+  let found = numbers[0];
+  for (let i = 1; i < numbers.length; i++) if (numbers[i] < found) found = numbers[i];
+  return found;
+}
+
+function most(numbers) {
+  let found = numbers[0];
+  for (let i = 1; i < numbers.length; i++) if (numbers[i] > found) found = numbers[i];
+  return found;
+}
+
+function median(numbers) {
+  const half = numbers.length >> 1;
+  const upper = select(numbers, half);
+  return numbers.length % 2 ? upper : (most(numbers.subarray(0, half)) + upper) / 2;
+}
+
+const PICK = { median, least, most };
 
 /** The median, least or most over several rows per step, of finite values; bad where any row is, undefined where all are. */
 export function combinedRow(rows, length, which) {
@@ -122,12 +154,15 @@ export function combinedRow(rows, length, which) {
   for (let i = 0; i < length; i++) {
     let seen = 0;
     let undefinedOnes = 0;
-    for (const row of rows) {
-      if (isBad(row, i)) bad[i] = 1;
-      if (isUndefined(row, i)) undefinedOnes++;
-      else if (Number.isFinite(row.values[i])) column[seen++] = row.values[i];
+    for (let r = 0; r < rows.length; r++) {
+      const value = rows[r].values[i];
+      if (rows[r].bad !== null || Math.abs(value) === Infinity) {
+        if (isBad(rows[r], i)) bad[i] = 1;
+        if (isUndefined(rows[r], i)) undefinedOnes++;
+        else if (Number.isFinite(value)) column[seen++] = value;
+      } else if (value === value) column[seen++] = value;
     }
-    if (seen > 0) values[i] = PICK[which](column.subarray(0, seen).sort());
+    if (seen > 0) values[i] = PICK[which](column.subarray(0, seen));
     else if (undefinedOnes > 0 && bad[i] === 0) bad[i] = 2;
   }
   return { values, bad };

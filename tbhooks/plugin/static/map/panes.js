@@ -10,6 +10,8 @@ import { SIDES } from "../core/state.js";
 import { cellEdges, combinedRow, commonSteps, differenceRow, FROM_ZERO, isBad, isUndefined, siteKey } from "./matrix.js";
 import { sitesBelow } from "./tree.js";
 
+const MOST_SAMPLED = 60_000; // values whose quantiles are the ends of the colours
+
 /** Where a row's numbers come from in a matrix: `{ kind: "own" | "group", rows }`. */
 function originOf(matrix, row) {
   const own = row.site ? matrix.place.get(siteKey(row.site)) : undefined;
@@ -19,11 +21,24 @@ function originOf(matrix, row) {
   return { kind: "group", rows: below.filter((place) => place !== undefined).map((place) => matrix.rows[place]) };
 }
 
+const computed = new WeakMap();
+
+/** What `make` returns for a matrix, kept until the matrix grows: it takes longer than to draw the map again. */
+function kept(matrix, name, make) {
+  let known = computed.get(matrix);
+  if (known?.version !== matrix.version) computed.set(matrix, (known = { version: matrix.version, results: new Map() }));
+  if (!known.results.has(name)) known.results.set(name, make());
+  return known.results.get(name);
+}
+
 function numbersOf(matrix, row, shows) {
   const { kind, rows } = originOf(matrix, row);
   if (rows.length === 0) return null;
-  return kind === "own" ? rows[0] : combinedRow(rows, matrix.steps.length, shows);
+  if (kind === "own") return rows[0];
+  return kept(matrix, `${shows}\u0000${rows.length}\u0000${row.key}`, () => combinedRow(rows, matrix.steps.length, shows));
 }
+
+const sampled = (matrix, limit) => kept(matrix, `sample of ${limit}`, () => sample(matrix.rows, matrix.steps.length, limit));
 
 /** Describes a cell of this row; empty for a module's own value. */
 export function originWords(matrix, row, shows) {
@@ -69,7 +84,7 @@ function differences(matrices, shared, options, rows) {
   const [a, ...others] = matrices;
   const ratio = options.log && !shared.diverging;
   const common = others.map((b) => commonSteps(a.steps, b.steps));
-  const samples = others.map((b, i) => sample(sharedRows(a, b, common[i].pairs, ratio), common[i].pairs.length, 200_000 / others.length));
+  const samples = others.map((b, i) => sample(sharedRows(a, b, common[i].pairs, ratio), common[i].pairs.length, MOST_SAMPLED / others.length));
   const scale = makeScale(united(samples), { ...options, ratio, signed: true });
   return others.map((b, i) => {
     const { steps, pairs } = common[i];
@@ -84,7 +99,7 @@ function differences(matrices, shared, options, rows) {
 }
 
 function build(matrices, options, rows) {
-  const samples = matrices.map((matrix) => sample(matrix.rows, matrix.steps.length, 200_000 / matrices.length));
+  const samples = matrices.map((matrix) => sampled(matrix, MOST_SAMPLED / matrices.length));
   const scale = makeScale(united(samples), options);
   const own = matrices.map((matrix, i) => ({
     ...paneOf(SIDES[i], matrix.run, matrix, scale, (row) => numbersOf(matrix, row, options.shows), rows),
