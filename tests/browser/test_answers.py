@@ -448,3 +448,13 @@ def test_a_run_without_scalars_is_told_a_call_that_works(models: Pages) -> None:
     assert found is not None
     with tbhooks.watch(torch.nn.Linear(1, 1)) as w:
         eval(found[0], {"w": w, "loss": torch.tensor(1.0)})
+
+
+def test_another_stat_asks_for_its_numbers_only(models: Pages) -> None:
+    tab = alone(models, parameters(page="map", run="baseline", kind="activation"), **WIDE)
+    asked: list[str] = []
+    tab.page.on("request", lambda request: asked.append(request.url.partition("/tbhooks/")[2].partition("?")[0]))
+    tab.choose("Stat", "max")
+    expect(tab.frame.locator("canvas.legend")).to_have_attribute("aria-label", re.compile("activation max"))
+    assert set(asked) - {"runs"} == {"matrix"}
+    assert tab.hover(1, 100).startswith("layers.*.norm1")

@@ -20,12 +20,15 @@ async function forwardSites(api, { run, kind }, list) {
   return forward && entryOf(list, forward) ? api.sites(forward) : [];
 }
 
-async function whole(api, choice, list) {
-  const first = forwardSites(api, choice, list);
+/** `known`: a matrix of the same run and kind, whose sites are not asked for again. */
+async function whole(api, choice, list, known = null) {
+  const first = known ? [] : forwardSites(api, choice, list);
   for (let attempt = 0; ; attempt++) {
-    const [sites, answer, forward] = await Promise.all([api.sites(choice), api.matrix(choice), first]);
-    if (sites.length !== answer.header.sites && attempt < 3) continue; // a module was added between the two responses
-    const matrix = createMatrix(choice, sites, inOrderOf(forward, sites));
+    const [sites, answer, forward] = await Promise.all([known ? known.sites : api.sites(choice), api.matrix(choice), first]);
+    const changed = sites.length !== answer.header.sites; // a module was added meanwhile
+    if (changed && known) return whole(api, choice, list);
+    if (changed && attempt < 3) continue;
+    const matrix = createMatrix(choice, sites, known ? known.shown : inOrderOf(forward, sites));
     append(matrix, answer);
     return matrix;
   }
@@ -55,7 +58,8 @@ export function createData(api) {
     if (same) return same;
     const known = sides.find(({ matrix }) => matrix.run === choice.run);
     const about = known ? [known.findings, known.scalars] : aboutRun(list, choice.run);
-    const [matrix, [findings, scalars]] = await Promise.all([whole(api, choice, list), about]);
+    const sameSites = known?.matrix.kind === choice.kind ? known.matrix : null;
+    const [matrix, [findings, scalars]] = await Promise.all([whole(api, choice, list, sameSites), about]);
     return { matrix, findings, scalars, requested: null };
   }
 
