@@ -567,7 +567,7 @@ def test_an_evaluation_is_compared_with_training() -> None:
 
 def test_nothing_in_common_is_said_and_what_is_no_frame_refused() -> None:
     assert "no tensor in common" in repr(both({A: NORMAL}, {B: NORMAL}))
-    with pytest.raises(ArgumentError, match="another frame, not dict"):
+    with pytest.raises(ArgumentError, match=r"another logged step \(a Frame\), not dict"):
         a_frame().compare({})
 
 
