@@ -41,4 +41,4 @@ def test_twelve_runs_are_compared_with_one_action(opened: Pages, screenshots: Pa
     expect(page.locator(".remark").first).to_contain_text("have 8 of 10 modules in common")
     page.screenshot(path=screenshots / "twelve-runs.png")
     for pane in (0, 11):
-        assert tab.hover(1, 3, pane=pane).startswith("blocks.0.part")
+        assert tab.hover(1, 3, pane=pane).startswith("blocks.0")

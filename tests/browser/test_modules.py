@@ -438,56 +438,6 @@ def test_the_full_range_is_the_true_one_however_many_cells_there_are(page: Any) 
 
 # --- All together ---
 
-DRAWING = """async ([base]) => {
-  const load = (name) => import(base + name);
-  const [{ createMatrix, append }, { createModel }, { createHeatmap }, { initialState }] = await Promise.all(
-    ["map/matrix.js", "core/model.js", "map/heatmap.js", "core/state.js"].map(load));
-  const link = Object.assign(document.createElement("link"), { rel: "stylesheet", href: base + "core/style.css" });
-  const box = Object.assign(document.createElement("div"), { style: "position: fixed; inset: 0; background: white" });
-  await new Promise((done) => { link.onload = done; document.head.append(link); document.body.append(box); });
-  const paths = Array.from({ length: 1000 }, (_, i) => `layers.${i >> 3}.part${i & 7}`);
-  const sites = paths.map((path) => ({ path, index: "", name: path }));
-  const steps = Array.from({ length: 2000 }, (_, i) => i * 10);
-  const values = Float32Array.from({ length: 2e6 }, (_, i) => Math.exp(Math.sin(i % 1000) * 4 + Math.sin(i / 1e5)));
-  const matrix = createMatrix({ run: "r", kind: "activation", stat: "std" }, sites);
-  append(matrix, { header: { sites: 1000, steps, nonfinite: [[77, 999]] }, values });
-  const state = { ...initialState(), rows: "fit", depth: 9 };
-  const sides = [{ matrix, findings: [], scalars: [] }];
-  const rest = { choice: { kind: "activation", stat: "std" }, sides, dark: false };
-  const map = createHeatmap(box, { describe: () => ({ title: "", lines: [] }) });
-  const frames = () => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)));
-  const times = {};
-  for (const name of ["first", "again"]) {
-    const began = performance.now();
-    map.update(createModel()({ state, ...rest }));
-    await frames();
-    times[name] = performance.now() - began;
-  }
-  const scroller = document.querySelector(".map-scroll");
-  map.update(createModel()({ state: { ...state, rows: "read" }, ...rest }));
-  await frames();
-  const slowest = [];
-  for (let i = 0; i < 10; i++) {
-    scroller.scrollTop += 400;
-    await frames();
-    slowest.push(Number(document.querySelector(".map-base").dataset.drawMs));
-  }
-  return { ...times, scroll: slowest.sort((a, b) => a - b)[5], moved: scroller.scrollTop };
-}"""
-
-
-def test_a_thousand_modules_of_two_thousand_steps_are_drawn_in_time(
-    pages: Pages, record_testsuite_property: Any
-) -> None:
-    page = pages.open(STATIC + "core/style.css", device_scale_factor=2)
-    times = page.evaluate(DRAWING, [STATIC])
-    for name, milliseconds in times.items():
-        record_testsuite_property(f"tab {name}", milliseconds)
-    assert times["moved"] == 4000
-    assert times["first"] < 5000
-    assert times["scroll"] < 1000
-
-
 RUN_WORDS = """async ([base, name, calls]) => {
   const module = await import(base + "core/runs.js");
   return calls.map((call) => module[name](...call));
@@ -578,3 +528,53 @@ def test_the_numbers_of_a_group_are_computed_once_until_the_run_grows(page: Any)
         "least": [1, 5],
         "later": [2.5, 6.5, 1.5],
     }
+
+
+DRAWING = """async ([base]) => {
+  const load = (name) => import(base + name);
+  const [{ createMatrix, append }, { createModel }, { createHeatmap }, { initialState }] = await Promise.all(
+    ["map/matrix.js", "core/model.js", "map/heatmap.js", "core/state.js"].map(load));
+  const link = Object.assign(document.createElement("link"), { rel: "stylesheet", href: base + "core/style.css" });
+  const box = Object.assign(document.createElement("div"), { style: "position: fixed; inset: 0; background: white" });
+  await new Promise((done) => { link.onload = done; document.head.append(link); document.body.append(box); });
+  const paths = Array.from({ length: 1000 }, (_, i) => `layers.${i >> 3}.part${i & 7}`);
+  const sites = paths.map((path) => ({ path, index: "", name: path }));
+  const steps = Array.from({ length: 2000 }, (_, i) => i * 10);
+  const values = Float32Array.from({ length: 2e6 }, (_, i) => Math.exp(Math.sin(i % 1000) * 4 + Math.sin(i / 1e5)));
+  const matrix = createMatrix({ run: "r", kind: "activation", stat: "std" }, sites);
+  append(matrix, { header: { sites: 1000, steps, nonfinite: [[77, 999]] }, values });
+  const state = { ...initialState(), rows: "fit", depth: 9 };
+  const sides = [{ matrix, findings: [], scalars: [] }];
+  const rest = { choice: { kind: "activation", stat: "std" }, sides, dark: false };
+  const map = createHeatmap(box, { describe: () => ({ title: "", lines: [] }) });
+  const frames = () => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)));
+  const times = {};
+  for (const name of ["first", "again"]) {
+    const began = performance.now();
+    map.update(createModel()({ state, ...rest }));
+    await frames();
+    times[name] = performance.now() - began;
+  }
+  const scroller = document.querySelector(".map-scroll");
+  map.update(createModel()({ state: { ...state, rows: "read" }, ...rest }));
+  await frames();
+  const slowest = [];
+  for (let i = 0; i < 10; i++) {
+    scroller.scrollTop += 400;
+    await frames();
+    slowest.push(Number(document.querySelector(".map-base").dataset.drawMs));
+  }
+  return { ...times, scroll: slowest.sort((a, b) => a - b)[5], moved: scroller.scrollTop };
+}"""
+
+
+def test_a_thousand_modules_of_two_thousand_steps_are_drawn_in_time(
+    pages: Pages, record_testsuite_property: Any
+) -> None:
+    page = pages.open(STATIC + "core/style.css", device_scale_factor=2)
+    times = page.evaluate(DRAWING, [STATIC])
+    for name, milliseconds in times.items():
+        record_testsuite_property(f"tab {name}", milliseconds)
+    assert times["moved"] == 4000
+    assert times["first"] < 5000
+    assert times["scroll"] < 1000
