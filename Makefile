@@ -4,7 +4,7 @@ PYTHON := $(VENV)/bin/python
 READY := $(VENV)/.ready
 DEMO := $(VENV)/.demo
 PIP := $(PYTHON) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
-SOURCES := pyproject.toml constraints.txt hatch_build.py tbhooks/reduction/kernel.c
+SOURCES := pyproject.toml constraints.txt hatch_build.py tbhooks/reduction/kernel.c tbhooks/capture/hooks/eager_hooks.c
 
 .PHONY: demo docs test test-slow test-all test-torch test-browser test-triton test-trackers test-deepspeed lint bench notebooks pictures clinic look dist clean
 

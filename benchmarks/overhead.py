@@ -8,6 +8,9 @@ bare one. The peers, which need not be known as precisely, make one step in ever
 
     python benchmarks/overhead.py [--threads 1 | default | N] [--seconds 60] [--models gpt2 resnet mlp500]
 
+Then the same for very many very small layers, in CPU time of the training thread (tiny_layers.py). Two ranks on two
+cores are measured by ranks.py.
+
 Prints tables and writes results/overhead.json (one thread) or results/overhead-N-threads.json.
 """
 
@@ -32,6 +35,7 @@ os.environ.setdefault("WANDB_SILENT", "true")
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 import readme
+import tiny_layers
 import torch
 from models import WORKLOADS, Workload
 from torch import Tensor, nn
@@ -204,6 +208,7 @@ def main() -> None:
     parser.add_argument("--threads", type=_threads, default=1, help='a number, or "default" for what torch takes')
     parser.add_argument("--seconds", type=float, default=60.0, help="for each model (default: %(default)s)")
     parser.add_argument("--models", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--tiny", type=float, default=60.0, help="seconds for the tiny layers (default: %(default)s)")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -219,6 +224,8 @@ def main() -> None:
     out.write_text(json.dumps({"machine": machine, "names": names, "results": results}, indent=1) + "\n")
     print(readme.overhead_table(names, results))
     print(details(names, results))
+    if options.tiny:
+        print(tiny_layers.table(tiny_layers.run(options.tiny)))
 
 
 if __name__ == "__main__":

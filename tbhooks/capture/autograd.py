@@ -57,7 +57,12 @@ def capture_check() -> Callable[[], bool]:
     """A function that returns whether a CUDA graph is being captured: captured operations have no results yet, and
     would run again with every replay.
     """
-    return torch.cuda.is_current_stream_capturing if torch.cuda.is_available() else lambda: False
+    return torch.cuda.is_current_stream_capturing if torch.cuda.is_available() else never_captures
+
+
+def never_captures() -> bool:
+    """What `capture_check` returns where there is no CUDA."""
+    return False
 
 
 def is_traced() -> bool:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from tbhooks.capture.autograd import capture_check
+from tbhooks.capture.autograd import capture_check, never_captures
 from tbhooks.data.frame import ROOT
 from tbhooks.data.process.patching import wrapping
 from tbhooks.data.self_report import Report
@@ -36,6 +36,11 @@ class GraphCapture:
         self.is_capturing: Callable[[], bool] = capture_check()
         self._model = model
         self._report = report
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether one could be captured at all."""
+        return self.is_capturing is not never_captures
 
     def is_running(self) -> bool:
         """Whether one is being captured; reported as the reason why the model is not read."""

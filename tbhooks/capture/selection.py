@@ -116,6 +116,11 @@ class Selector:
         if not self.choose(modules):
             raise ArgumentError(f"exclude={exclude!r} leaves no module of this model to watch")
 
+    @property
+    def is_static(self) -> bool:
+        """Whether the same modules are always chosen: functions of the user may change their mind."""
+        return all(isinstance(pattern, str | type) for pattern in (*self._include, *self._exclude))
+
     def choose(self, modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
         """The modules among these that are watched."""
         if not self._include and not self._exclude:

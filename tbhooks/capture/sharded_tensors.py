@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tbhooks.capture import structure
+
 _PLAIN = (Tensor, nn.Parameter)
 
 
@@ -89,7 +91,7 @@ def alone() -> contextlib.AbstractContextManager[Any]:
 
 def is_gathered_to_run(model: nn.Module) -> bool:
     """Whether FSDP replaces the parameters by gathered ones while the model runs."""
-    return any(hasattr(module, "_get_fsdp_state") for module in model.modules())
+    return any(hasattr(kind, "_get_fsdp_state") for kind in structure.of(model).classes())
 
 
 def batch_group(model: nn.Module, rank: int) -> int:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -30,6 +31,7 @@ _has_storage: Callable[[Tensor], bool] = look_up(
 
 Address = int
 NULL: Address = 0
+Addresses = Address | NDArray[np.int64]
 Job = tuple[Address, Address, Address, int, int, Address, Address]
 """The struct Job of kernel.c: data, minus, copy, size, type, row, counts."""
 
@@ -114,8 +116,26 @@ def job(numbers: Tensor, row: Address, counts: Address, minus: Address = NULL, c
 def reduce_all(jobs: Sequence[Job]) -> None:
     """Reduces many tensors in one call, shared among the threads."""
     assert library is not None
-    table = np.array(jobs, dtype=np.int64)
-    library.tbhooks_reduce_all(table.ctypes.data, len(jobs), torch.get_num_threads())
+    reduce_table(np.array(jobs, dtype=np.int64))
+
+
+def described(numbers: Tensor) -> tuple[Address, int, int]:
+    """Address, size and type of a tensor for which `can_read` is true."""
+    return numbers.data_ptr(), numbers.numel(), _CODES[numbers.dtype]
+
+
+def jobs_of(described: NDArray[np.int64], minus: Addresses = NULL, copies: Addresses = NULL) -> NDArray[np.int64]:
+    """Jobs for `reduce_table` of tensors that are described by address, size and type; without rows and counts."""
+    jobs = np.zeros((len(described), 7), np.int64)
+    jobs[:, 0], jobs[:, 3], jobs[:, 4] = described.T
+    jobs[:, 1], jobs[:, 2] = minus, copies
+    return jobs
+
+
+def reduce_table(jobs: NDArray[np.int64]) -> None:
+    """As `reduce_all`; the fields of a job are the columns of the table."""
+    assert library is not None
+    library.tbhooks_reduce_all(jobs.ctypes.data, len(jobs), torch.get_num_threads())
 
 
 def reduce_rows(matrix: Tensor, rows: Tensor, counts: Tensor | None) -> None:

@@ -63,9 +63,15 @@ def test_each_gradient_is_recorded_once_whatever_touched_it(
     monkeypatch: pytest.MonkeyPatch, touch: Callable[[nn.Module], None], count: int
 ) -> None:
     reads: list[int] = []
-    one, many = Recorder.record, Recorder.record_all
+    one, many, described = Recorder.record, Recorder.record_all, Recorder.record_described
     monkeypatch.setattr(Recorder, "record", lambda *args: (reads.append(1), one(*args))[1])
     monkeypatch.setattr(Recorder, "record_all", lambda self, all_: (reads.extend([1] * len(all_)), many(self, all_))[1])
+
+    def counted(self: Recorder, sites: list[int], *args: Any, **kwargs: Any) -> bool:
+        reads.extend([1] * len(sites))
+        return described(self, sites, *args, **kwargs)
+
+    monkeypatch.setattr(Recorder, "record_described", counted)
     model = mlp()
     optimizer, by_step = sgd(model), []
     with tbhooks.watch(model, every=1, kinds=("weight_gradient",)):

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 import tbhooks
+from tbhooks.capture.hooks.eager_hooks import EagerHook
 from tbhooks.capture.hooks.hook_types import ForwardHook
 from tbhooks.data.frame import Frame
 from tests.support import zoo
@@ -556,7 +557,8 @@ def local(rank: int, wrap: str, first: bool) -> Any:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(2):
         loss_of(called(batch(step, rank))).backward()
-        hooks = sum(isinstance(h, ForwardHook) for module in model.modules() for h in module._forward_hooks.values())
+        own = ForwardHook | EagerHook
+        hooks = sum(isinstance(h, own) for module in model.modules() for h in module._forward_hooks.values())
         optimizer.step()
         optimizer.zero_grad()
     mine = {name: _here(parameter).numel() for name, parameter in model.named_parameters()}

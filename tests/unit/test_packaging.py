@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import venv
 import zipfile
 from pathlib import Path
@@ -16,6 +17,7 @@ from tests.support.slow import cases, slow
 
 ROOT = Path(__file__).parents[2]
 KERNEL = "tbhooks/reduction/_kernel.so"
+HOOKS = "tbhooks/capture/hooks/_eager_hooks.abi3.so"
 BUILT_FROM = ("tbhooks", "hatch_build.py", "pyproject.toml", "README.md", "LICENSE")
 PROGRAM = "from tbhooks.reduction import cpu; print(cpu.__file__, cpu.library is not None)"
 
@@ -44,6 +46,9 @@ def test_an_installed_wheel_has_the_kernel_unless_it_is_the_pure_one(pure: bool,
     assert wheel.name.endswith("-py3-none-any.whl") == pure
     names = zipfile.ZipFile(wheel).namelist()
     assert (KERNEL in names) == (not pure)
+    # Without Python.h there is a kernel and no hooks in C; a wheel with them is for CPython from 3.11 on.
+    assert (HOOKS in names) == ("-cp311-abi3-" in wheel.name)
+    assert (HOOKS in names) == (not pure and (Path(sysconfig.get_path("include")) / "Python.h").exists())
     assert "tbhooks/py.typed" in names
     assert any(name.startswith("tbhooks/plugin/static/") for name in names)
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")

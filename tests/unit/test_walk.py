@@ -20,8 +20,8 @@ from tbhooks.reduction import cpu
 PACKAGE = Path(tbhooks.__file__).parent
 CONTRIBUTING = Path(__file__).parents[2] / "CONTRIBUTING.md"
 MOST_STOPS = 15
-# Context managers and callbacks around the way, which carry no number.
-ASIDE = {"data/self_report.py", "capture/autograd.py"}
+# Context managers and callbacks around the way, which carry no number; the hook in C, which reads most tensors itself.
+ASIDE = {"data/self_report.py", "capture/autograd.py", "capture/hooks/eager_hooks.py"}
 
 Stop = tuple[str, str]
 """A file of the package and the qualified name of a function in it."""

@@ -42,6 +42,8 @@ class Watching(Protocol):
 
     def mark_calls(self) -> None: ...
 
+    def keep_to_python(self) -> None: ...
+
     def on_lost_code(self, code: CodeType, problem: BaseException, had_hooks: bool) -> None: ...
 
     def knows(self, module: nn.Module) -> bool: ...
@@ -82,9 +84,14 @@ def is_patched() -> bool:
     return _PATCH.is_installed
 
 
+def is_unknown() -> bool:
+    """Whether something may be compiled without this module being asked."""
+    return "torch._dynamo" in sys.modules and not is_patched()
+
+
 def is_unpatched_for(watching: Watching) -> bool:
     """Whether a watch has begun, and what dynamo compiles has no hooks all the same."""
-    return watching in _watches and "torch._dynamo" in sys.modules and not is_patched()
+    return watching in _watches and is_unknown()
 
 
 def _compile(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -97,6 +104,8 @@ def _compile(wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs:
         if frame is not None and problem is frame.raised:
             raise
         dynamo.note_failure("compiling with hooks", problem)
+    for watching in list(_watches):
+        watching.keep_to_python()
     return wrapped(*args, **kwargs)
 
 

@@ -19,6 +19,7 @@ from tbhooks.capture.cuda_graphs import GraphCapture
 from tbhooks.capture.functional.heads import HeadRows
 from tbhooks.capture.hooks.collectors import Collectors
 from tbhooks.capture.hooks.dead_units import DeadUnits
+from tbhooks.capture.hooks.eager_hooks import EagerLane
 from tbhooks.capture.hooks.hook_types import ForwardHook
 from tbhooks.capture.hooks.passes import Admission, Pass, Passes
 from tbhooks.capture.hooks.step_context import StepContext
@@ -60,6 +61,8 @@ class ActiveStep:
         """Whether the listener is called before the next training forward is read."""
         self.gate = gate
         self.passes = Passes(model)
+        self.eager = EagerLane(model, recorder, report)
+        """The hooks in C: whether they may read what follows."""
         self.admission = Admission(gate)
         self.collectors = Collectors(report)
         self.dead_units = DeadUnits()
@@ -73,6 +76,7 @@ class ActiveStep:
         self._read_before_training = False
 
     def open(self) -> None:
+        self.eager.close()
         self.context = StepContext()
         self.passes.forget()
         self.heads.forget()
@@ -96,6 +100,7 @@ class ActiveStep:
         self.collectors.end(self.recorder)
 
     def close(self) -> None:
+        self.eager.close()
         self.dead_units.forget()
         self.heads.forget()
         self.collectors.forget()
@@ -144,6 +149,20 @@ class ActiveStep:
             return None
         is_trained = model is not None and model.training and not self.graph_capture.is_capturing()
         return forward if is_trained else None
+
+    def open_eager_forward(self) -> None:
+        """Lets hooks in C read the rest of the forward that is running, if it is read into the open step."""
+        if self.eager.lane is None or self.graph_capture.is_possible or self.gate.was_compiled:
+            return
+        forward = self.continued_forward()
+        if forward is not None and self.context is not None:
+            self.eager.open_forward(forward, self.context, self.dead_units.place())
+
+    def open_eager_backward(self, context: StepContext, passes: list[Pass]) -> None:
+        """Lets hooks in C read the rest of the backward that is running: `passes` are those that it has reached."""
+        is_eager = self.eager.lane is not None and not self.graph_capture.is_possible and len(set(passes)) == 1
+        if is_eager and context.backward != NO_BACKWARD and context.scale is None:
+            self.eager.open_backward(context, context.running, passes[0])
 
     def _announce_forward(self) -> None:
         if self.expects_forward and not in_backward():

@@ -7,6 +7,8 @@ from shapes alone.
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Set
 from dataclasses import dataclass
 
@@ -38,6 +40,20 @@ class DeadUnits:
 
     def __init__(self) -> None:
         self._peaks: dict[object, dict[tuple[str, int], _Peaks]] = {}
+        # What hooks in C have added (eager_hooks.c): the forward, the site, where its units begin in the block, how
+        # many they are, and the number of samples. A unit is 1 if it is alive.
+        self._entries: list[tuple[object, str, int, int, int]] = []
+        self._block = torch.zeros(0, dtype=torch.float32, device="cpu")
+        self._used_before = self._wanted = 0
+
+    @property
+    def _used(self) -> int:
+        """How much of the block is used, by entries that were dropped as well."""
+        return max(self._used_before, sum(self._entries[-1][2:4]) if self._entries else 0)
+
+    def place(self) -> tuple[object, ...]:
+        """Where hooks in C add units: the list of entries, the address of the block, its length and what is used."""
+        return self._entries, self._block.data_ptr(), len(self._block), self._used
 
     def add(self, name: str, output: Tensor, forward: object) -> None:
         """Adds one call's output. `name` is that of the site: `activation/<path>` or `functional/<path>`."""
@@ -53,16 +69,25 @@ class DeadUnits:
             earlier = before.largest if before else None
             largest = _alive(output, dim, earlier) if by_kernel else _largest(output.detach(), dim, earlier)
             samples = output.numel() // output.size(dim)
+            self._wanted += output.size(dim)
             known[name, dim] = _Peaks(largest, samples + (before.samples if before else 0))
 
     def drop(self, forwards: Set[object]) -> None:
         """Removes what was added in these forwards."""
-        self._peaks = {forward: peaks for forward, peaks in self._peaks.items() if forward not in forwards}
+        if forwards:
+            self._peaks = {forward: peaks for forward, peaks in self._peaks.items() if forward not in forwards}
+            self._used_before = self._used
+            # In place: hooks in C know the list.
+            self._entries[:] = [entry for entry in self._entries if entry[0] not in forwards]
 
     def _merged(self) -> dict[str, list[_Peaks]]:
         """The peaks of all forwards, by site and then by dimension."""
         merged: dict[tuple[str, int], _Peaks] = {}
-        for peaks in self._peaks.values():
+        of_entries = (
+            {(name, 1): _Peaks(self._block[start : start + width], samples)}
+            for _, name, start, width, samples in self._entries
+        )
+        for peaks in itertools.chain(self._peaks.values(), of_entries):
             for key, new in peaks.items():
                 before = merged.get(key)
                 if before is not None and _has_same_units(before.largest, len(new.largest), new.largest.device):
@@ -77,10 +102,12 @@ class DeadUnits:
 
     def log(self, recorder: Recorder) -> None:
         """Records the share of dead units of each site, and forgets them."""
+        if self._log_entries(recorder):
+            self.forget()
+            return
         alike: dict[tuple[int, torch.device], list[tuple[str, Tensor]]] = {}
         for name, by_dimension in self._merged().items():
-            kind, _, path = name.partition("/")
-            tag = f"{kind}.{DEAD_FRACTION}/{path}"
+            tag = _tag(name)
             peaks = [peaks.largest for peaks in by_dimension if peaks.samples >= FEWEST_SAMPLES]
             if len(peaks) == 1:
                 alike.setdefault((len(peaks[0]), peaks[0].device), []).append((tag, peaks[0]))
@@ -90,8 +117,38 @@ class DeadUnits:
             recorder.scalars([tag for tag, _ in sites], _dead_share(torch.stack([largest for _, largest in sites])))
         self.forget()
 
+    def _log_entries(self, recorder: Recorder) -> bool:
+        """The same for what hooks in C have added, if that is all there is, and each site was called once."""
+        by_site = {name: (start, width, samples) for _, name, start, width, samples in self._entries}
+        if self._peaks or len(by_site) < len(self._entries):
+            return False
+        by_width: dict[int, tuple[list[str], list[int]]] = {}
+        for name, (start, width, samples) in by_site.items():
+            if samples >= FEWEST_SAMPLES:
+                names, starts = by_width.setdefault(width, ([], []))
+                names.append(_tag(name))
+                starts.append(start)
+        for width, (names, starts) in by_width.items():
+            units = torch.tensor(starts, device="cpu").unsqueeze(1) + torch.arange(width, device="cpu")
+            recorder.scalars(names, _dead_share(self._block[units]))
+        return True
+
     def forget(self) -> None:
-        self._peaks = {}
+        """Forgets everything, and makes room for as many units."""
+        used = self._used
+        self._peaks, self._entries, wanted = {}, [], self._wanted + used
+        self._used_before = self._wanted = 0
+        with torch.inference_mode(False):
+            if wanted > len(self._block):
+                self._block = torch.zeros(wanted, dtype=torch.float32, device="cpu")
+            elif used:
+                self._block[:used].zero_()
+
+
+@functools.cache
+def _tag(name: str) -> str:
+    kind, _, path = name.partition("/")
+    return f"{kind}.{DEAD_FRACTION}/{path}"
 
 
 def _dead_share(largest: Tensor) -> Tensor:

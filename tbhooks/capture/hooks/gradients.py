@@ -15,6 +15,7 @@ from tbhooks.capture.autograd import (
 )
 from tbhooks.capture.compile.dynamo import dynamo_skip
 from tbhooks.capture.hooks.active_step import ActiveStep, StepListener
+from tbhooks.capture.hooks.eager_hooks import EagerGradientHook
 from tbhooks.capture.hooks.hook_types import GradientHook, ScaledLossHook
 from tbhooks.capture.hooks.manager import hook_tensor
 from tbhooks.capture.hooks.passes import Pass
@@ -51,11 +52,12 @@ class GradientReader:
         if context is not None and loss.requires_grad:
             hook_tensor(loss, ScaledLossHook(self, context, scale))
 
-    def on_gradient(self, hook: GradientHook, gradient: Tensor) -> None:
+    def on_gradient(self, hook: GradientHook | EagerGradientHook, gradient: Tensor) -> None:
         context, recorder, report = self._step.context, self._step.recorder, self._report
         if context is None or hook.step is not context or self._is_captured():
             return
         started = report.enter()
+        self._step.eager.close()
         try:
             hook.fired = True
             self._note_backward(context)
@@ -68,6 +70,7 @@ class GradientReader:
                         recorder.read_metrics(
                             "gradient", site.path, site.index, gradient, context.running, context.scale
                         )
+            self._step.open_eager_backward(context, hook.passes)
         except Exception as problem:
             hook.failure = f"its gradient hook failed: {describe_exception(problem)}"
             report.error("gradient hook", problem)
@@ -96,6 +99,7 @@ class GradientReader:
         context = self._step.context
         if context is not None and hook.step is context and not self._step.graph_capture.is_running():
             with self._report.guarded("reading the loss scale"):
+                self._step.eager.close()
                 context.scale = hook.scale
                 self._note_backward(context)
 
@@ -122,6 +126,7 @@ class GradientReader:
 
     @dynamo_skip
     def _end_backward(self, context: StepContext) -> None:
+        self._step.eager.close()
         context.backward, context.running.ended = NO_BACKWARD, True
         if self._step.context is context and self._listener is not None:
             with self._report.guarded("after backward"), without_dispatch_modes():

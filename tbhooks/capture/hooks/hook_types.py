@@ -18,6 +18,7 @@ from tbhooks.capture.compile import dynamo
 from tbhooks.capture.compile.dynamo import CompileGate, dynamo_skip
 from tbhooks.capture.functional.function_mode import FunctionalObserver
 from tbhooks.capture.hooks.dead_units import RECTIFIERS
+from tbhooks.capture.hooks.eager_hooks import EagerGradientHook, EagerHook, EagerLane
 from tbhooks.capture.hooks.passes import Pass
 from tbhooks.capture.hooks.unpicklable import UnpicklableHook
 from tbhooks.capture.recording.recorder import NO_SITE
@@ -27,7 +28,7 @@ from tbhooks.data.frame import ROOT, Site
 class GradientObserver(Protocol):
     """What hooks on tensors call."""
 
-    def on_gradient(self, hook: GradientHook, gradient: Tensor) -> None: ...
+    def on_gradient(self, hook: GradientHook | EagerGradientHook, gradient: Tensor) -> None: ...
 
     def on_scaled_loss(self, hook: ScaledLossHook) -> None: ...
 
@@ -66,6 +67,7 @@ class ForwardHook(UnpicklableHook):
         "broken",
         "collects_inputs",
         "collects_outputs",
+        "eager",
         "ends_backward",
         "gate",
         "has_units",
@@ -83,8 +85,9 @@ class ForwardHook(UnpicklableHook):
     )  # fmt: skip
 
     def __init__(
-        self, observer: HookObserver, path: str, module: nn.Module, wanted: frozenset[str], chosen: bool
-    ) -> None:
+        self, observer: HookObserver, path: str, module: nn.Module, wanted: frozenset[str], chosen: bool,
+        lane: EagerLane | None = None,
+    ) -> None:  # fmt: skip
         self.observer, self.path, self.module = observer, path, weakref.ref(module)
         self.gate = observer.gate
         self.hook_id = dynamo.NO_HOOK_ID
@@ -105,6 +108,9 @@ class ForwardHook(UnpicklableHook):
         self.ends_backward = path == ROOT
         self.broken = False
         """Whether it has failed in this logged step, and no longer reads in it."""
+        self.eager = None if lane is None else lane.hook(self)
+        """The hook in C that torch calls instead, where hooks in C can be used."""
+        self.update_eager()
 
     def note_output(self, index: str, tensor: Tensor) -> None:
         """Keeps the shape and dtype of an output, once."""
@@ -154,7 +160,25 @@ class ForwardHook(UnpicklableHook):
                 number(Site(path, "activation", index)) if self.reads_outputs else NO_SITE,
                 number(Site(path, "gradient", index)) if self.reads_gradients else NO_SITE,
             )
+            self.update_eager()
         return self.sites[index]
+
+    def called_by_torch(self, is_compiling: bool) -> ForwardHook | EagerHook:
+        """What torch is to call: the hook in C, but where hooks are or may be compiled with the model."""
+        if self.eager is None or is_compiling or self.gate.was_compiled:
+            return self
+        return self.eager
+
+    def update_eager(self) -> None:
+        """To be called when anything has changed that decides what is read, and how."""
+        if self.eager is None:
+            return
+        if "" in self.sites:  # else the hook in C asks for the numbers when it needs them
+            site, gradient = self.sites[""]
+            self.eager.site, self.eager.gradient_site = site, None if gradient == NO_SITE else gradient
+        self.eager.units = f"activation/{self.path}" if self.has_units else None
+        is_more = self.ends_backward or self.collects_outputs or self.reads_pairs
+        self.eager.is_ready = self.reads_outputs and not is_more and not self.broken
 
     def on_graph_tensor(self, tensor: Tensor, kind: str, index: str, gradient: str, step_id: int) -> None:
         if not self.broken:
@@ -194,6 +218,15 @@ def _is_read_in_graph(gate: CompileGate, module: nn.Module) -> bool:
     return gate.compiling() and (gate.open or (gate.evaluation and not module.training))
 
 
+def read_gradient(hook: GradientHook | EagerGradientHook, gradient: Tensor) -> None:
+    """Reads what a gradient hook was called with."""
+    if is_profiled():
+        with profiler_label("gradient"):
+            hook.observer.on_gradient(hook, gradient)
+    else:  # without a context manager that does nothing, which costs as much as it looks
+        hook.observer.on_gradient(hook, gradient)
+
+
 class GradientHook:
     """Placed on an output; reads the gradient of every site whose output is that tensor. Holds no tensor itself."""
 
@@ -211,19 +244,15 @@ class GradientHook:
 
     @dynamo_skip
     def __call__(self, gradient: Tensor | None) -> None:
-        if gradient is None:
-            return
-        if is_profiled():
-            with profiler_label("gradient"):
-                self.observer.on_gradient(self, gradient)
-        else:
-            self.observer.on_gradient(self, gradient)
+        if gradient is not None:
+            read_gradient(self, gradient)
 
 
 def is_hooked(tensor: Tensor, step: object, site: int) -> bool:
     """Whether this very tensor already has a hook of this step for that site."""
     hooks = (tensor._backward_hooks or {}).values()
-    return any(isinstance(hook, GradientHook) and hook.step is step and site in hook.sites for hook in hooks)
+    own = GradientHook | EagerGradientHook
+    return any(isinstance(hook, own) and hook.step is step and site in hook.sites for hook in hooks)
 
 
 class ScaledLossHook:

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from tbhooks.capture import selection
+from tbhooks.capture import selection, structure
 from tbhooks.capture.compile import compilation, dynamo
 from tbhooks.capture.functional import taps
 from tbhooks.capture.functional.function_mode import FunctionalObserver
 from tbhooks.capture.hooks.collectors import Collectors
+from tbhooks.capture.hooks.eager_hooks import EagerHook, EagerLane
 from tbhooks.capture.hooks.hook_types import (  # fmt: skip
     BeginHook,
     CallHook,
@@ -55,10 +56,12 @@ class HookManager:
 
     def __init__(
         self, observer: HookObserver, model: weakref.ref[nn.Module], selector: selection.Selector,
-        wanted: frozenset[str], functional: FunctionalObserver | None, collectors: Collectors, report: Report,
+        wanted: frozenset[str], functional: FunctionalObserver | None, collectors: Collectors, eager: EagerLane,
+        report: Report,
     ) -> None:  # fmt: skip
         self.hooks: dict[str, ForwardHook] = {}
         """By path; they are kept while they are detached."""
+        self.reading: tuple[str, ...] = ()  # the paths of those that read outputs or gradients
         self._taps: dict[str, ForwardHook] = {}
         self._paths: dict[int, tuple[str, weakref.ref[nn.Module]]] | None = None
         self.aliases: dict[str, str] = {}
@@ -67,14 +70,15 @@ class HookManager:
         self.gate = observer.gate
         self.lost_in: set[CodeType] = set()
         """Code that could not be compiled with hooks."""
-        self._observer = observer
-        self._model = model
+        self._observer, self._model = observer, model
         self._selector = selector
         self._wanted = wanted
         self._functional = functional
         self._collectors = collectors
+        self._eager, self._is_compiling = eager, False
         self._report = report
         self._subscription_version = 0
+        self._structure_version: int | None = None
         self._handles: list[RemovableHandle] = []
         # The same key on all modules: a handle for each would be half of what attaching costs. Negative, because a
         # model that was loaded with its hooks may hold any key that torch will yet give out.
@@ -117,37 +121,56 @@ class HookManager:
         model = self._model()
         if model is None:
             return
-        modules = selection.walk(model)
-        self.aliases, self._paths = modules.aliases, None
-        wanted = self._modules_to_hook(modules.by_path)
         # Changed hooks would cause a recompile, so compiled ones stay as they are.
         is_current = self._subscription_version == self._collectors.subscription_version or self.gate.was_compiled
+        version = structure.of(model).version() if self._is_repeatable else None
+        if version is not None and version == self._structure_version and is_current:
+            if not self.is_attached:
+                self._register_all()
+            return
+        self._structure_version = version
+        modules = structure.of(model).modules()
+        self.aliases, self._paths = modules.aliases, None
+        wanted = self._modules_to_hook(modules.by_path)
         if self.is_attached and is_current and all(self._has(path, module) for path, module in wanted.items()):
             self._collectors.attach(modules.by_path)
             return
         self.detach()
-        taps.begin(self._observer)
-        COPIES_WITHOUT_HOOKS.acquire(self)
         if not all(path in wanted and self._has(path, wanted[path]) for path in self.hooks):
             self.sweep()
-        chosen = self._selector.choose(wanted)
-        hooks = {}
-        for path, module in wanted.items():
-            known = self._has(path, module)
-            hooks[path] = (
-                self.hooks[path] if known else ForwardHook(self._observer, path, module, self._wanted, path in chosen)
-            )
-            if self._collectors:
-                self._set_collected(hooks[path], module)
-            self._handles += self._register(hooks[path], module)
-        self.hooks = hooks
-        self.is_attached = bool(hooks)
+        chosen, known = self._selector.choose(wanted), self.hooks
+        self.hooks = {
+            path: known[path]
+            if self._has(path, module)
+            else ForwardHook(self._observer, path, module, self._wanted, path in chosen, self._eager)
+            for path, module in wanted.items()
+        }
+        self.reading = tuple(path for path, hook in self.hooks.items() if hook.reads)
+        if self._collectors:
+            for path, module in wanted.items():
+                self._set_collected(self.hooks[path], module)
+        self._register_all()
+        self._subscription_version = self._collectors.subscription_version
+        self._collectors.attach(modules.by_path)
+
+    def _register_all(self) -> None:
+        """Attaches the hooks to their modules."""
+        taps.begin(self._observer)
+        COPIES_WITHOUT_HOOKS.acquire(self)
+        for hook in self.hooks.values():
+            module = hook.module()
+            if module is not None:
+                self._handles += self._register(hook, module)
+        self.is_attached = bool(self.hooks)
         if self.gate.was_compiled:
             self.assign_hook_ids()
         if self._functional is not None:
             self._functional.is_enabled = True
-        self._subscription_version = self._collectors.subscription_version
-        self._collectors.attach(modules.by_path)
+
+    @property
+    def _is_repeatable(self) -> bool:
+        """Whether the same modules are watched as before if the structure of the model is the same."""
+        return not self._collectors and self._functional is None and not self.gate.has_taps and self._selector.is_static
 
     # Taps.
 
@@ -199,6 +222,7 @@ class HookManager:
             hook.collects_outputs = self._collectors.wants(hook.path, module)
             hook.collects_inputs = self._collectors.wants_inputs(hook.path, module)
             hook.reads_pairs = self._collectors.wants_pairs(hook.path)
+            hook.update_eager()
 
     def detach(self) -> None:
         """Leaves no hook on any module."""
@@ -223,16 +247,39 @@ class HookManager:
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:
         """Hooks are attached, in an unlogged step too, and stay attached if any of them is compiled."""
-        was_attached = self.is_attached
-        if not was_attached:
-            with self._report.guarded("attaching hooks before compiling"):
+        was_attached, was_compiling, self._is_compiling = self.is_attached, self._is_compiling, True
+        with self._report.guarded("attaching hooks before compiling"):
+            if not was_attached:
                 self.attach()
+            self._exchange()
         try:
             yield
         finally:
+            self._is_compiling = was_compiling
+            with self._report.guarded("exchanging hooks after compiling"):
+                self._exchange()
             if not was_attached and not self.gate.was_compiled:
                 with self._report.guarded("removing hooks after compiling"):
                     self.detach()
+
+    def _called(self, hook: ForwardHook) -> ForwardHook | EagerHook:
+        return hook.called_by_torch(self._is_compiling or compilation.is_unknown())
+
+    def keep_to_python(self) -> None:
+        """The compiler may meet hooks at any time: dynamo cannot trace those in C."""
+        self._is_compiling = True
+        with self._report.guarded("exchanging hooks"):
+            self._exchange()
+
+    def _exchange(self) -> None:
+        """Exchanges the hooks that torch calls for those it is to call now."""
+        with self._lock:
+            for hook in self.hooks.values() if self.is_attached else ():
+                module = hook.module()
+                if module is not None and self._key in module._forward_hooks:
+                    module._forward_hooks[self._key] = hook.called_by_torch(
+                        self._is_compiling or compilation.is_unknown()
+                    )
 
     @contextlib.contextmanager
     def detached(self) -> Iterator[None]:
@@ -312,6 +359,7 @@ class HookManager:
     def _is_mine(self, hook: object) -> bool:
         if isinstance(hook, EnterHook | LeaveHook):
             return hook.functional is self._functional
+        hook = hook.hook if isinstance(hook, EagerHook) else hook
         own = ForwardHook | InputHook | MarkHook | BeginHook | EndHook
         return isinstance(hook, own) and hook.observer is self._observer
 
@@ -351,7 +399,7 @@ class HookManager:
         dynamo.stays_uncompiled(type(module).forward)
         if hook.reads or hook.ends_backward or hook.collects_outputs:
             # What register_forward_hook does, without a handle.
-            module._forward_hooks[self._key] = hook
+            module._forward_hooks[self._key] = self._called(hook)
         if self.gate.has_taps:
             yield module.register_forward_hook(MarkHook(hook, begins=False))
         if self._functional is not None:

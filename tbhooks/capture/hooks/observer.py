@@ -28,8 +28,9 @@ from tbhooks.capture.compile.graph_outputs import GraphReader
 from tbhooks.capture.functional.function_mode import FunctionalObserver
 from tbhooks.capture.hooks.active_step import NOT_TRAINED, ActiveStep, StepListener
 from tbhooks.capture.hooks.collectors import Collector
+from tbhooks.capture.hooks.eager_hooks import EagerGradientHook
 from tbhooks.capture.hooks.gradients import GradientReader
-from tbhooks.capture.hooks.hook_types import ForwardHook
+from tbhooks.capture.hooks.hook_types import ForwardHook, read_gradient
 from tbhooks.capture.hooks.manager import HookManager
 from tbhooks.capture.hooks.outputs import OutputReader
 from tbhooks.capture.hooks.passes import Pass
@@ -56,6 +57,7 @@ class Observer:
         self._step = ActiveStep(self._model, recorder, self.gate, listener, report)
         self._gradients = GradientReader(self._step, listener, report)
         self._outputs = OutputReader(self._step, self._gradients, report)
+        self._step.eager.connect(self._gradients, read_gradient, self._outputs.count_units, self._on_eager_failure)
         self._graphs = GraphReader(self._step, self._outputs, self._gradients, report)
         self.collectors = self._step.collectors
         self.graph_capture = self._step.graph_capture
@@ -65,7 +67,7 @@ class Observer:
             else None
         )
         self.placement = HookManager(
-            self, self._model, selector, recorder.kinds, self._functional, self.collectors, report
+            self, self._model, selector, recorder.kinds, self._functional, self.collectors, self._step.eager, report
         )
 
     def _assign_hook_ids(self) -> None:
@@ -96,6 +98,8 @@ class Observer:
         """Warns if no module of the model was seen running in a logged step, or only the outermost one."""
         if not self._recorder.wants("activation", "gradient", "input") or self.seen is None:
             return
+        if self.called and self.seen.called.issuperset(self.placement.reading):
+            return
         is_blind = not self.seen.left_out if not self.called else self.seen.is_blind_below(self.placement.hooks)
         if is_blind:
             why = self.placement.why_blind()
@@ -110,6 +114,7 @@ class Observer:
             self._failing.next_step()
             for path, hook in self.placement.hooks.items():
                 hook.broken = not self._failing.may_try(path)
+                hook.update_eager()
         if attach:
             self.attach()
 
@@ -120,7 +125,7 @@ class Observer:
             self._report.mark_unseen("functional", reason)
         if self.seen is not None:
             self.placement.report_lost(self.seen.called)
-            watched = [path for path, hook in self.placement.hooks.items() if hook.reads]
+            watched = self.placement.reading
             self.seen.report_missing(self._report, watched, self._recorder.sites, self._step.passes.unused())
             self._forgive(self.seen)
         self._close()
@@ -242,6 +247,7 @@ class Observer:
             return
         report, step = self._report, self._step
         started = report.enter()
+        step.eager.close()
         try:
             forward = step.continued_forward()
             if forward is None or count_dispatch_modes():
@@ -250,6 +256,7 @@ class Observer:
             else:
                 report.hooks_fired += 1
                 self._read_output(forward, hook, output, args)
+            step.open_eager_forward()
         except Exception as problem:
             self._on_failure(hook, problem)
         finally:
@@ -276,9 +283,19 @@ class Observer:
     def _on_failure(self, hook: ForwardHook, problem: Exception) -> None:
         """A hook that failed is called again on the next logged step, and given up after several in a row."""
         hook.broken = True
+        hook.update_eager()
         why = f"its hook failed: {describe_exception(problem)}{self._failing.failed(hook.path)}"
         self._report.mark_unseen(hook.path, why, replace=True)
         self._report.error(f"hook on {hook.path}", problem)
+
+    def _on_eager_failure(self, hook: ForwardHook | EagerGradientHook, problem: Exception) -> None:
+        """The same for hooks in C."""
+        self._step.eager.close()
+        if isinstance(hook, ForwardHook):
+            self._on_failure(hook, problem)
+        else:
+            hook.failure = f"its gradient hook failed: {describe_exception(problem)}"
+            self._report.error("gradient hook", problem)
 
     def _forgive(self, context: StepContext) -> None:
         """Resets the count of hooks that failed before and did not fail in this step."""
@@ -306,6 +323,7 @@ class Observer:
     def on_forward_begin(self) -> None:
         """A forward of the whole model begins."""
         with self._report.guarded("before the model's forward"):
+            self._step.eager.close()
             self._step.passes.begin()
             if self.gate.was_compiled:  # gradients from compiled parts are assigned to their forward by it
                 self.gate.next_step()
@@ -313,6 +331,7 @@ class Observer:
     def on_forward_end(self, output: object) -> None:
         """It has ended; there is no output if it raised."""
         with self._report.guarded("after the model's forward"):
+            self._step.eager.close()
             self._step.passes.end(output)
 
     def on_graph_tensor(

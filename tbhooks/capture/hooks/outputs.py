@@ -107,6 +107,10 @@ class OutputReader:
             if is_pair and output.is_floating_point() and not has_no_data(output):
                 recorder.read_metrics(PAIR, hook.path, index, compared(given, output), forward)
 
+    def count_units(self, hook: ForwardHook, output: Tensor, forward: Pass) -> None:
+        """Counts the dead units of a plain output, for hooks in C."""
+        self._step.dead_units.add(f"activation/{hook.path}", output, forward)
+
     def _collect_output(self, hook: ForwardHook, index: str, tensor: Tensor, forward: Pass) -> None:
         local = sharded_tensors.local_tensor(tensor) if hook.has_units and hook.reads_outputs else None
         if local is not None:

@@ -6,7 +6,7 @@ Made by the observer when the step begins. Keeps no tensor alive.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -52,7 +52,8 @@ class StepContext:
     left_out: bool = False
     """Whether forwards were not read because no backward can go through them."""
     leaf_handles: list[RemovableHandle] = field(default_factory=list)
-    _recent: dict[int, _Recent] = field(default_factory=dict)
+    recent: dict[int, _Recent] = field(default_factory=dict)
+    """For `lookup`, by the id of the tensor."""
 
     @property
     def gradients(self) -> bool:
@@ -73,7 +74,7 @@ class StepContext:
 
     def lookup(self, tensor: Tensor) -> tuple[Span | None, GradientHook | None]:
         """The record and the gradient hook of this very tensor, if it is unchanged since it was read."""
-        recent = self._recent.get(id(tensor))
+        recent = self.recent.get(id(tensor))
         if recent is None or recent[0]() is not tensor or recent[1] != tensor._version:
             return None, None
         return recent[2], recent[3]
@@ -82,24 +83,28 @@ class StepContext:
         """Keeps them for `lookup`."""
         if tensor.is_inference():  # it has no version: an in-place change would go unnoticed
             return
-        if len(self._recent) > MOST_RECENT:
-            self._recent.clear()
-        self._recent[id(tensor)] = (weakref.ref(tensor), tensor._version, span, hook)
+        if len(self.recent) > MOST_RECENT:
+            self.recent.clear()
+        self.recent[id(tensor)] = (weakref.ref(tensor), tensor._version, span, hook)
 
     def remove_leaf_hooks(self) -> None:
         """Removes the gradient hooks that would outlive the step."""
         for handle in self.leaf_handles:
             handle.remove()
 
-    def report_missing(self, report: Report, watched: Iterable[str], sites: list[Site], left_out: Set[Pass]) -> None:
+    def report_missing(self, report: Report, watched: Collection[str], sites: list[Site], left_out: Set[Pass]) -> None:
         """Reports modules that were not called and gradients that did not come, but for forwards that were left out."""
         self.gradient_hooks = [hook for hook in self.gradient_hooks if hook.fired or not left_out >= set(hook.passes)]
-        if self.called:
+        if self.called and (report.unseen or not self.called.issuperset(watched)):
             for path in watched:
                 if path not in self.called:
                     report.mark_unseen(path, NEVER_CALLED)
                 elif report.unseen.get(path) == NEVER_CALLED:
                     report.mark_seen(path)
+        is_complete = not self.graph_gradients and all(hook.fired and not hook.failure for hook in self.gradient_hooks)
+        if is_complete and not report.unseen:
+            report.log_unseen()
+            return
         reached = {site for hook in self.gradient_hooks if hook.fired for site in hook.sites}
         if reached:
             self._report_unreached(report, reached, sites)

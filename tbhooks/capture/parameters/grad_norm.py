@@ -1,19 +1,38 @@
-"""The L2 norm over the elements of many tensors, as one number on their device, without a sync."""
+"""The L2 norm over the elements of many tensors, as one number on their device, without a sync; which have changed."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tbhooks.capture import sharded_tensors
+from tbhooks.capture.hooks.eager_hooks import UNREADABLE, describe_all
 from tbhooks.data import stats
 from tbhooks.reduction import cpu, torch_rows
 
 
+@dataclass(frozen=True, slots=True)
+class GradientVersion:
+    """Identifies a gradient and its contents when a backward pass began, without keeping the tensor alive."""
+
+    gradient: weakref.ref[Tensor]
+    version: int
+
+    def is_current(self, gradient: Tensor) -> bool:
+        return self.gradient() is gradient and gradient._version == self.version
+
+
 def total_norm(tensors: Sequence[Tensor]) -> Tensor:
     """Returns the norm as a scalar tensor: float64 where the device has it. It is not finite if any element is not."""
+    described = describe_all(list(tensors))
+    if described is not None and len(described) and (described[:, 2] != UNREADABLE).all():
+        return _by_kernel(described)
     dense = [tensor.coalesce().values() if tensor.layout is torch.sparse_coo else tensor for tensor in tensors]
     dense = [local for tensor in dense if (local := sharded_tensors.local_tensor(tensor)) is not None]
     if not dense:
@@ -23,7 +42,7 @@ def total_norm(tensors: Sequence[Tensor]) -> Tensor:
     for tensor in dense:
         (by_kernel if cpu.can_read(tensor) else others).append(tensor)
     devices = dict.fromkeys(tensor.device for tensor in others)
-    parts = [_by_kernel(by_kernel)] if by_kernel else []
+    parts = [_by_kernel(np.array([cpu.described(tensor) for tensor in by_kernel]))] if by_kernel else []
     parts += [_by_torch([tensor for tensor in others if tensor.device == device]) for device in devices]
     device = parts[0].device
     wide = torch.float64 if device.type == "cpu" else parts[0].dtype
@@ -31,10 +50,11 @@ def total_norm(tensors: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def _by_kernel(tensors: Sequence[Tensor]) -> Tensor:
-    rows = torch.empty((len(tensors), stats.WIDTH), dtype=torch.float64, device="cpu")
-    start, width = rows.data_ptr(), stats.WIDTH * rows.itemsize
-    cpu.reduce_all([cpu.job(tensor, start + i * width, cpu.NULL) for i, tensor in enumerate(tensors)])
+def _by_kernel(described: NDArray[np.int64]) -> Tensor:
+    rows = torch.empty((len(described), stats.WIDTH), dtype=torch.float64, device="cpu")
+    jobs = cpu.jobs_of(described)
+    jobs[:, 5] = rows.data_ptr() + np.arange(len(described)) * (stats.WIDTH * rows.itemsize)
+    cpu.reduce_table(jobs)
     count, mean, m2, nans, infs = (
         rows[:, column] for column in (stats.COUNT, stats.MEAN, stats.M2, stats.NANS, stats.INFS)
     )

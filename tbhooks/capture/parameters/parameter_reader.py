@@ -16,11 +16,13 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
-from tbhooks.capture import selection, sharded_tensors
+from tbhooks.capture import selection, sharded_tensors, structure
+from tbhooks.capture.hooks.eager_hooks import UNREADABLE, describe_all
 from tbhooks.capture.parameters import master_weights, weight_sample
-from tbhooks.capture.parameters.grad_norm import total_norm
+from tbhooks.capture.parameters.grad_norm import GradientVersion, total_norm
 from tbhooks.capture.parameters.master_weights import Master
 from tbhooks.capture.parameters.optimizer_state import OptimizerStateReader
+from tbhooks.capture.parameters.plain_parameters import PlainParameters
 from tbhooks.capture.parameters.weight_sample import NO_ROOM
 from tbhooks.capture.parameters.weight_snapshots import WeightSnapshots
 from tbhooks.capture.recording.recorder import NO_SITE, Recorder, Wanted, can_be_one_of_many, can_be_together
@@ -43,17 +45,6 @@ NOT_READ = (
     "the gradients and updates of weights are not seen: DeepSpeed ZeRO keeps them in partitions of its own, and no "
     "torch optimizer has stepped those. Log what you need of them with w.log()"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class _GradientVersion:
-    """Identifies a gradient and its contents when a backward pass began, without keeping the tensor alive."""
-
-    gradient: weakref.ref[Tensor]
-    version: int
-
-    def is_current(self, gradient: Tensor) -> bool:
-        return self.gradient() is gradient and gradient._version == self.version
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +72,10 @@ class ParameterReader:
         self._snapshots = WeightSnapshots()
         self._sites: dict[tuple[str, str], int] = {}
         self._sample_sizes: dict[frozenset[int], int] = {}
-        self._never_sampled: frozenset[int] = frozenset()
+        self._plain = PlainParameters(recorder, self._snapshots, self._site, report)
+        self._structure_version: int | None = None
+        # No reference to a parameter, not even a weak one: torch swaps only parameters without any.
+        self._known: list[tuple[int, str, weakref.ref[nn.Module], str]] = []
         self._optimizer_state: OptimizerStateReader | None = None
         self.noise: NoiseScale | None = None
         """Measures the noise of gradients, if the user has asked for it."""
@@ -98,7 +92,7 @@ class ParameterReader:
         # The tensor of the optimizer that each master is a part of.
         self._held: dict[int, Tensor] = {}
         self._snapshots.clear()
-        self._versions: dict[int, _GradientVersion] = {}
+        self._versions: dict[int, GradientVersion] = {}
         # The loss scale that a parameter's gradient still has to be divided by.
         self._scales: dict[int, Tensor] = {}
         if self.noise is not None:
@@ -118,7 +112,7 @@ class ParameterReader:
     def ids(self) -> frozenset[int]:
         """Returns the ids of the parameters that the model has now."""
         model = self._model()
-        return frozenset() if model is None else frozenset(id(parameter) for parameter in model.parameters())
+        return frozenset() if model is None else structure.of(model).parameter_ids()
 
     def backward_begins(self) -> None:
         """Notes the version of each gradient, so that `backward_ended` knows which ones this backward has changed. A
@@ -126,7 +120,7 @@ class ParameterReader:
         """
         if self._recorder.wants("weight_gradient") and self._is_readable_in_backward():
             self._find_parameters()
-            self._versions = {key: _GradientVersion(weakref.ref(g), g._version) for key, g in self._gradients().items()}
+            self._versions = {key: GradientVersion(weakref.ref(g), g._version) for key, g in self._gradients().items()}
 
     def backward_ended(self, scale: Tensor | None) -> None:
         """Records the norm of all gradients, before clipping. `scale` is the loss scale they are multiplied by."""
@@ -159,7 +153,7 @@ class ParameterReader:
         model = self._model()
         if model is None or sharded_tensors.is_gathered_to_run(model):
             return False
-        return not any(map(master_weights.is_partitioned, model.parameters()))
+        return not any(map(master_weights.is_partitioned, structure.of(model).noted_parameters()))
 
     def gradients_unscaled(self, optimizer: Optimizer) -> None:
         """A GradScaler has divided the optimizer's gradients by the loss scale."""
@@ -174,8 +168,11 @@ class ParameterReader:
                 return
             # A fused optimizer gets scaled gradients and divides them itself.
             scale = getattr(optimizer, "grad_scale", None)
+            keys = self._keys(optimizer)
+            if scale is None and not has_closure and not self._masters:
+                keys = self._plain.read(keys, self._tensors, self._read, self._read_gradients)
             with self._batch() as batch:
-                for key in self._keys(optimizer):
+                for key in keys:
                     self._read_weight(key, batch, copies=self._recorder.wants("update"))
                     if not has_closure:
                         self._read_gradient(key, batch, scale)
@@ -195,7 +192,9 @@ class ParameterReader:
                 continue
             expected = weight_sample.expected_state(optimizer, here.values())
             limit = weight_sample.budget(device, expected)
-            whole = {key: weight for key, weight in here.items() if key in self._never_sampled}
+            model = self._model()
+            never_sampled = frozenset() if model is None else weight_sample.updated_in_few_rows(model)
+            whole = {key: weight for key, weight in here.items() if key in never_sampled}
             if sum(weight.nbytes for weight in whole.values()) <= limit:
                 self._snapshots.clone(whole)
                 limit -= sum(weight.nbytes for weight in whole.values())
@@ -231,7 +230,10 @@ class ParameterReader:
         if not self._reads_parameters:
             return
         with self._report.guarded("reading updates"), torch.no_grad(), self._batch() as batch:
-            for key in self._keys(optimizer):
+            keys = self._keys(optimizer)
+            if not has_closure and not self._masters:
+                keys = self._plain.read_updates(keys, self._tensors)
+            for key in keys:
                 if has_closure:
                     self._read_gradient(key, batch, None)
                 if key in self._snapshots:
@@ -312,10 +314,26 @@ class ParameterReader:
         model = self._model()
         if self._paths or model is None:
             return
-        modules = self._selector.choose(selection.walk(model).by_path)
+        version = structure.of(model).version() if self._selector.is_static else None
+        owners = ((key, owner, name) for key, _, ref, name in self._known if (owner := ref()) is not None)
+        known = {key: p for key, owner, name in owners if (p := owner._parameters.get(name)) is not None}
+        # Frameworks that keep weights of their own note them in attributes of the parameters, at any time.
+        if version is None or version != self._structure_version or any(p.__dict__ for p in known.values()):
+            self._structure_version = self._walk_parameters(model, version)
+        else:
+            self._paths, self._tensors = {key: path for key, path, _, _ in self._known}, known
+        if self._recorder.wants("update"):
+            self._reserve_copies()
+
+    def _walk_parameters(self, model: nn.Module, version: int | None) -> int | None:
+        """Finds the parameters anew. Returns the version, if the same ones will be found as long as it is current."""
+        self._plain.forget_sites()
+        modules = self._selector.choose(structure.of(model).modules().by_path)
         for path, parameter in selection.parameters(modules).items():
             master = master_weights.find(parameter)
             why = self._why_unreadable(parameter, master)
+            if why or parameter.__dict__:
+                version = None
             if why:
                 if why != master_weights.ELSEWHERE or not self._merges_ranks:
                     self._report.mark_unseen(f"weight/{path}", why)
@@ -328,10 +346,18 @@ class ParameterReader:
             if shard is not None:
                 for kind in PARAMETER_KINDS:
                     self._recorder.shards[Site(path, kind)] = shard
-        if self._recorder.wants("update"):
-            self._never_sampled = weight_sample.updated_in_few_rows(model)
-            local = ((key, self._weight(key)) for key in self._tensors)
-            self._snapshots.reserve((key, weight) for key, weight in local if can_be_one_of_many(weight))
+        owners = {id(p): (module, name) for module in modules.values() for name, p in module._parameters.items()}
+        self._known = [(key, path, weakref.ref(owners[key][0]), owners[key][1]) for key, path in self._paths.items()]
+        return version
+
+    def _reserve_copies(self) -> None:
+        """Reserves memory for the copies of CPU parameters."""
+        described = None if self._masters else describe_all(list(self._tensors.values()))
+        if described is not None and (described[:, 2] != UNREADABLE).all():
+            self._snapshots.reserve(self._tensors.items())
+            return
+        local = ((key, self._weight(key)) for key in self._tensors)
+        self._snapshots.reserve((key, weight) for key, weight in local if can_be_one_of_many(weight))
 
     @staticmethod
     def _why_unreadable(parameter: nn.Parameter, master: Master | None) -> str:

@@ -7,9 +7,11 @@ a sample may be copied (weight_sample.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tbhooks.capture.parameters import weight_sample
@@ -48,6 +50,30 @@ class WeightSnapshots:
             self._block = None  # frees the old block before the new one is allocated
             with torch.inference_mode(False):
                 self._block = torch.empty(used, dtype=torch.uint8, device="cpu")
+
+    def reserved(self, keys: Sequence[int], parameters: Sequence[Tensor]) -> NDArray[np.int64] | None:
+        """Returns the addresses of the slots of many parameters; None if one has none of its size. As `slot`."""
+        slots = [self._reserved.get(key, (0, -1)) for key in keys]
+        if self._block is None or [size for _, size in slots] != [parameter.nbytes for parameter in parameters]:
+            return None
+        self._uncommitted |= {
+            key: (start, parameter.dtype, parameter.shape)
+            for key, (start, _), parameter in zip(keys, slots, parameters, strict=True)
+        }
+        return self._block.data_ptr() + np.array([start for start, _ in slots], np.int64)
+
+    def committed(self, keys: Sequence[int], parameters: Sequence[Tensor]) -> NDArray[np.int64] | None:
+        """Returns the addresses of many committed copies; None if there is one missing of this dtype and shape."""
+        slots = [self._slots.get(key, (0, None, None)) for key in keys]
+        alike = [slot[1] == p.dtype and slot[2] == p.shape for slot, p in zip(slots, parameters, strict=True)]
+        if self._block is None or not all(alike):
+            return None
+        return self._block.data_ptr() + np.array([slot[0] for slot in slots], np.int64)
+
+    def drop(self, keys: Iterable[int]) -> None:
+        """Drops committed copies that were used."""
+        for key in keys:
+            self._slots.pop(key, None)
 
     def slot(self, key: int, parameter: Tensor) -> Address | None:
         """Returns where the copy is to be written, or None if no memory of this size is reserved."""

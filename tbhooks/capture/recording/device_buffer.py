@@ -68,6 +68,13 @@ class Buffer:
         self.used += 1
         return self.used - 1
 
+    def take_together(self, number: int) -> int | None:
+        """The first of so many unused records that lie one after the other; None if there are not so many."""
+        if self.used + number > self.records:
+            return None
+        self.used += number
+        return self.used - number
+
     def row(self, record: int) -> Tensor:
         if record >= len(self._rows):
             self._make_views()

@@ -6,13 +6,16 @@ work: records are merged on the host (packed_step.py).
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tbhooks.capture import sharded_tensors
@@ -24,13 +27,14 @@ from tbhooks.capture.scalars.metrics import StepMetrics
 from tbhooks.data import stats
 from tbhooks.data.frame import Site
 from tbhooks.reduction import batched, cpu, torch_rows, triton
-from tbhooks.reduction.cpu import Address
+from tbhooks.reduction.cpu import NULL, Address, Addresses
 from tbhooks.reduction.finalize import Block
 
 # Bucket counts are 32-bit integers.
 MOST_COUNT = 2**31 - 1
 
 NO_SITE = -1
+_CPU = torch.device("cpu")
 # Kinds that another one needs: an update is compared with its weight.
 READ_FOR = {"weight": "update"}
 
@@ -176,6 +180,30 @@ class Recorder:
                 self._read_bits(span, tensor)
         return len(jobs) == len(wanted)
 
+    def record_described(
+        self, sites: Sequence[int], like: Tensor, described: NDArray[np.int64], minus: Addresses = NULL,
+        copies: Addresses = NULL,
+    ) -> bool:  # fmt: skip
+        """As `record_all`, for tensors that are described by address, size and type (eager_hooks.describe_all). Returns
+        False if there is no room for them, and has done nothing then. `like` is a tensor on the CPU.
+        """
+        with self._lock:
+            number, buffer = self._buffer(like)
+            size = len(described)
+            first = buffer.take_together(size)
+            if first is None:
+                return False
+            jobs = cpu.jobs_of(described, minus, copies)
+            row, counts = buffer.addresses(first)
+            steps = np.arange(size) * buffer.record_bytes
+            jobs[:, 5] = row + steps
+            if counts != NULL:
+                jobs[:, 6] = counts + steps
+            cpu.reduce_table(jobs)
+            spans = zip(itertools.repeat(number), range(first, first + size), range(first + 1, first + size + 1))
+            self.calls += zip(sites, spans, strict=False)
+        return True
+
     def record_together(self, wanted: Sequence[batched.Wanted]) -> None:
         """Reduces many tensors of devices, for which `can_be_together` is true, in a few launches."""
         with self._lock, torch.no_grad():
@@ -252,6 +280,8 @@ class Recorder:
 
     def drop(self, owners: Set[object]) -> bool:
         """Removes the records of these owners. Returns whether there were any."""
+        if not owners:
+            return False
         with self._lock:
             kept = [i for i in range(len(self.calls)) if self._owners.get(i) not in owners]
             found = len(kept) < len(self.calls)
@@ -345,6 +375,22 @@ class Recorder:
             )  # fmt: skip
             self.restart()
         return packed
+
+    @property
+    def reads_rows_only(self) -> bool:
+        """Whether nothing but rows and counts is wanted of the tensors that are recorded."""
+        return self.metrics is None and self.checksums is None
+
+    def cpu_place(self) -> tuple[object, ...] | None:
+        """Where a hook in C records CPU tensors of the open step (eager_hooks.c); None if nothing was recorded yet, or
+        if more than rows and counts is wanted.
+        """
+        number = self._number.get((_CPU, self.with_buckets))
+        if number is None or not self.reads_rows_only:
+            return None
+        buffer, lock = self._buffers[number], self._lock
+        sizes = buffer.row_bytes, buffer.record_bytes, buffer.with_buckets
+        return self, buffer, number, lock.acquire, lock.release, *sizes
 
     def _buffer(self, like: Tensor) -> tuple[int, Buffer]:
         """The buffer of a tensor's device."""

@@ -14,7 +14,7 @@ MISSED_IN_A_ROW = 3
 
 def parameter_ids(optimizer: Optimizer) -> frozenset[int]:
     """Returns the ids of the optimizer's parameters, which it keeps alive."""
-    return frozenset(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
+    return frozenset(map(id, itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)))
 
 
 class OptimizerRound:

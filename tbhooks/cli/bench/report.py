@@ -68,6 +68,11 @@ def _counted(result: Result) -> list[str]:
         f"time per site with histograms: {each}",
         f"device-to-host copies per logged step: {copies}",
     ]
+    for name, cost in result.costs.items():
+        byte, site = 1e11 * cost.seconds_a_byte, 1e6 * cost.seconds_a_site
+        lines.append(
+            f"{name}, on this machine: {byte:.2g} ms for every 100 MB it reads, and {site:.2g} microseconds a site"
+        )
     if result.waits is not None:
         lines.append(f"logged step without any synchronization with the device: {result.waits}")
     lines += [

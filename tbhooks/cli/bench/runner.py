@@ -9,14 +9,15 @@ import contextlib
 import dataclasses
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tbhooks.api.watch import Watch, watch
-from tbhooks.cli.bench import cuda_counters, timing
+from tbhooks.cli.bench import cost_model, cuda_counters, timing
+from tbhooks.cli.bench.cost_model import Cost
 from tbhooks.cli.bench.timing import HostTimer, Progress, Timer, Timing, Variant, bare, watched
 from tbhooks.cli.bench.workload import Workload
 from tbhooks.data.errors import TbhooksError, check_integer
@@ -60,6 +61,8 @@ class Result:
     waits: str | None
     """Whether a logged step synchronizes with the device; None on the CPU."""
     notes: tuple[str, ...]
+    costs: dict[str, Cost] = field(default_factory=dict)
+    """The cost of a byte and of a site in a logged step, by variant; empty for models on devices."""
 
     def average(self, name: str) -> float:
         """The computed average of one logged step and every - 1 unlogged ones, over bare ones; noise counts as 1."""
@@ -142,6 +145,7 @@ def measure(
             copies=copies(all_[BARE], all_[HISTOGRAMS], cuda_counters.copies_from_cuda) if on_cuda else None,
             waits=waits(all_[BARE], all_[HISTOGRAMS], cuda_counters.no_waiting_for_cuda) if on_cuda else None,
             notes=tuple(_notes(watching)),
+            costs={} if device.type != "cpu" else {name: cost_model.measure(name == HISTOGRAMS) for name in LOGGED},
         )  # fmt: skip
 
 

@@ -120,6 +120,7 @@ def test_errors_inside_tbhooks_fail(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(cpu, "reduce", broken)
     monkeypatch.setattr(cpu, "reduce_all", broken)
+    monkeypatch.setattr(cpu, "reduce_table", broken)
     result = result_of("waits")
     assert result.status == "fail"
     assert "no such kernel" in result.detail

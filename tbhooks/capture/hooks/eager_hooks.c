@@ -1,0 +1,852 @@
+/* The hooks of plain CPU tensors in C, for CPython's stable ABI (see eager_hooks.py).
+ *
+ * A hook does here what Observer.on_output and GradientReader.on_gradient do in Python for the common case: a training
+ * forward whose recorder is decided, or a backward that has begun, and a dense tensor on the CPU. In any other case it
+ * calls the hook in Python. All decisions are made there: `Lane` is opened by Python for one forward or one backward,
+ * and closed as soon as anything happens that could change a decision.
+ *
+ * Nothing of torch is linked. A tensor's memory is described by torch's DLPack exchange functions. */
+#define Py_LIMITED_API 0x030b0000
+#include <Python.h>
+#include <stdint.h>
+#include <structmember.h>
+#include <time.h>
+
+/* The part of DLPack 1.x that is used: struct DLTensor, and the table of functions up to the one that is called. */
+typedef struct {
+    void *data;
+    int32_t device_type, device_id;
+    int32_t ndim;
+    uint8_t code, bits;
+    uint16_t lanes;
+    int64_t *shape, *strides;
+    uint64_t byte_offset;
+} DLTensor;
+
+typedef struct {
+    uint32_t major, minor;
+    void *previous;
+    void *allocate, *from_object, *to_object;
+    int (*describe)(void *tensor, DLTensor *out);
+    void *stream;
+} Exchange;
+
+enum { DL_CPU = 1, DL_FLOAT = 2, DL_BFLOAT = 4, DL_MAJOR = 1 };
+enum { F32, F64, BF16, F16 };                     /* as in kernel.c */
+enum { LARGE = 8192, MOST_RECENT = 256 };         /* LARGE: from here on the GIL is released */
+static const int64_t MOST_COUNT = 2147483647;     /* as in recorder.py */
+
+typedef int ReduceFunction(const void *, int64_t, int64_t, double *, int32_t *, int64_t);
+typedef int AliveFunction(const char *, int64_t, int64_t, int64_t, int64_t, float *);
+
+static struct {
+    PyObject *site_numbers, *nothing, *used, *records, *address, *calls, *owners, *metrics, *checksums, *training, *evaluates, *requires_grad,
+        *modules, *parameters, *is_leaf, *grad_fn, *backward_hooks, *register_hook_dict, *version, *hooked, *busy_thread;
+} names;
+
+static PyTypeObject *gradient_hook_type;
+
+/* ---- The lane: what is decided for the running forward or backward of one watch. ---- */
+
+typedef struct {
+    PyObject_HEAD
+    /* Set once, by eager_hooks.py. */
+    PyObject *tensor_type, *parameter_type, *can_read, *new_hooks, *running_backward, *tracing_state, *count_modes, *is_profiled, *threads;
+    PyObject *is_neg, *storage_offset, *is_inference, *is_view;
+    PyObject *report, *unseen, *key, *gradient_reader, *read_gradient, *on_units, *on_failure;
+    Exchange *exchange;
+    ReduceFunction *reduce;
+    AliveFunction *find_alive;
+    /* The open forward. */
+    PyObject *model, *forward, *context, *called, *recent, *gradient_hooks, *entries;
+    float *units;
+    int64_t units_length, units_used;
+    /* The open backward. */
+    PyObject *backward_context, *running, *reached;
+    /* Where both record. */
+    PyObject *recorder, *buffer, *number, *acquire, *release;
+    int64_t row_bytes, record_bytes;
+    int with_buckets;
+    unsigned long thread;
+    int64_t fired, nanoseconds;
+} Lane;
+
+#define EACH_SETTING(DO)                                                                                         \
+    DO(tensor_type) DO(parameter_type) DO(can_read) DO(new_hooks) DO(running_backward) DO(tracing_state) DO(count_modes) DO(is_profiled)         \
+    DO(threads) DO(is_neg) DO(storage_offset) DO(is_inference) DO(is_view) DO(report) DO(unseen) DO(key)         \
+    DO(gradient_reader) DO(read_gradient) DO(on_units) DO(on_failure)
+#define EACH_STATE(DO)                                                                                           \
+    DO(model) DO(forward) DO(context) DO(called) DO(recent) DO(gradient_hooks) DO(entries) DO(backward_context) DO(running)  \
+    DO(reached) DO(recorder) DO(buffer) DO(number) DO(acquire) DO(release)
+
+#define CLEAR(name) Py_CLEAR(self->name);
+#define VISIT(name) Py_VISIT(self->name);
+
+static int Lane_traverse(Lane *self, visitproc visit, void *arg) {
+    Py_VISIT(Py_TYPE((PyObject *)self));
+    EACH_SETTING(VISIT)
+    EACH_STATE(VISIT)
+    return 0;
+}
+
+static int Lane_clear(Lane *self) {
+    EACH_SETTING(CLEAR)
+    EACH_STATE(CLEAR)
+    return 0;
+}
+
+static void free_object(PyObject *self) {
+    PyTypeObject *type = Py_TYPE(self);
+    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    release(self);
+    Py_DECREF(type);
+}
+
+static void Lane_dealloc(Lane *self) {
+    PyObject_GC_UnTrack(self);
+    Lane_clear(self);
+    free_object((PyObject *)self);
+}
+
+#define SETTING(name) {#name, T_OBJECT_EX, offsetof(Lane, name), 0, NULL},
+static PyMemberDef Lane_members[] = {EACH_SETTING(SETTING){NULL}};
+
+/* use(exchange, reduce, find_alive): the capsule of torch, and the addresses of two functions of the kernel. */
+static PyObject *Lane_use(Lane *self, PyObject *args) {
+    PyObject *capsule;
+    unsigned long long reduce, find_alive;
+    if (!PyArg_ParseTuple(args, "OKK", &capsule, &reduce, &find_alive)) return NULL;
+    Exchange *exchange = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
+    if (!exchange) return NULL;
+    if (exchange->major != DL_MAJOR || !exchange->describe) {
+        PyErr_SetString(PyExc_ValueError, "this version of DLPack is not known");
+        return NULL;
+    }
+    self->exchange = exchange;
+    self->reduce = (ReduceFunction *)(uintptr_t)reduce;
+    self->find_alive = (AliveFunction *)(uintptr_t)find_alive;
+    Py_RETURN_NONE;
+}
+
+#define SET(name, value)                                                                                         \
+    do {                                                                                                         \
+        PyObject *old_ = self->name;                                                                             \
+        self->name = Py_NewRef(value);                                                                           \
+        Py_XDECREF(old_);                                                                                        \
+    } while (0)
+
+/* Where to record: (recorder, buffer, number, acquire, release, row_bytes, record_bytes, with_buckets). */
+static int set_destination(Lane *self, PyObject *place) {
+    PyObject *recorder, *buffer, *number, *acquire, *release;
+    long long row_bytes, record_bytes;
+    int with_buckets;
+    if (!PyArg_ParseTuple(place, "OOOOOLLp", &recorder, &buffer, &number, &acquire, &release, &row_bytes,
+                          &record_bytes, &with_buckets))
+        return -1;
+    SET(recorder, recorder);
+    SET(buffer, buffer);
+    SET(number, number);
+    SET(acquire, acquire);
+    SET(release, release);
+    self->row_bytes = row_bytes, self->record_bytes = record_bytes, self->with_buckets = with_buckets;
+    self->thread = PyThread_get_thread_ident();
+    return 0;
+}
+
+/* open_forward(place, units, model, forward, context, called, recent, gradient_hooks); the model as a weak reference. */
+static PyObject *Lane_open_forward(Lane *self, PyObject *args) {
+    PyObject *place, *units, *entries, *model, *forward, *context, *called, *recent, *gradient_hooks;
+    unsigned long long address;
+    long long length, used;
+    if (!PyArg_ParseTuple(args, "OOOOOOO!O!", &place, &units, &model, &forward, &context, &called, &PyDict_Type, &recent,
+                          &PyList_Type, &gradient_hooks) ||
+        !PyArg_ParseTuple(units, "O!KLL", &PyList_Type, &entries, &address, &length, &used) ||
+        set_destination(self, place))
+        return NULL;
+    SET(entries, entries);
+    self->units = (float *)(uintptr_t)address, self->units_length = length, self->units_used = used;
+    SET(model, model);
+    SET(context, context);
+    SET(called, called);
+    SET(recent, recent);
+    SET(gradient_hooks, gradient_hooks);
+    SET(forward, forward);
+    Py_RETURN_NONE;
+}
+
+/* open_backward(place, context, running, reached): `reached` is a forward that is known to be reached by it. */
+static PyObject *Lane_open_backward(Lane *self, PyObject *args) {
+    PyObject *place, *context, *running, *reached;
+    if (!PyArg_ParseTuple(args, "OOOO", &place, &context, &running, &reached) || set_destination(self, place))
+        return NULL;
+    SET(running, running);
+    SET(reached, reached);
+    SET(backward_context, context);
+    Py_RETURN_NONE;
+}
+
+/* close() -> (hooks that were called, seconds in them) since it was opened. */
+static PyObject *Lane_close(Lane *self, PyObject *Py_UNUSED(none)) {
+    const int64_t fired = self->fired, nanoseconds = self->nanoseconds;
+    self->fired = self->nanoseconds = 0;
+    EACH_STATE(CLEAR)
+    return Py_BuildValue("(Ld)", (long long)fired, 1e-9 * (double)nanoseconds);
+}
+
+static PyObject *Lane_is_open(Lane *self, void *Py_UNUSED(closure)) {
+    return PyBool_FromLong(self->forward || self->backward_context);
+}
+
+static PyObject *Lane_describe(Lane *, PyObject *);
+
+static PyMethodDef Lane_methods[] = {
+    {"describe", (PyCFunction)Lane_describe, METH_VARARGS, NULL},
+    {"use", (PyCFunction)Lane_use, METH_VARARGS, NULL},
+    {"open_forward", (PyCFunction)Lane_open_forward, METH_VARARGS, NULL},
+    {"open_backward", (PyCFunction)Lane_open_backward, METH_VARARGS, NULL},
+    {"close", (PyCFunction)Lane_close, METH_NOARGS, NULL},
+    {NULL},
+};
+static PyGetSetDef Lane_getset[] = {{"is_open", (getter)Lane_is_open, NULL, NULL, NULL}, {NULL}};
+static PyType_Slot Lane_slots[] = {
+    {Py_tp_traverse, Lane_traverse}, {Py_tp_clear, Lane_clear},     {Py_tp_dealloc, Lane_dealloc},
+    {Py_tp_members, Lane_members},   {Py_tp_methods, Lane_methods}, {Py_tp_getset, Lane_getset},
+    {Py_tp_new, PyType_GenericNew},  {0, NULL},
+};
+static PyType_Spec Lane_spec = {
+    "tbhooks.capture.hooks._eager_hooks.Lane", sizeof(Lane), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, Lane_slots};
+
+/* ---- Small calls. Each returns -1 with an exception set if it fails. ---- */
+
+static int is_true(PyObject *result) {
+    if (!result) return -1;
+    const int truth = PyObject_IsTrue(result);
+    Py_DECREF(result);
+    return truth;
+}
+
+static int ask(PyObject *function, PyObject *of) { return is_true(PyObject_CallFunctionObjArgs(function, of, NULL)); }
+
+static int has(PyObject *object, PyObject *name) { return is_true(PyObject_GetAttr(object, name)); }
+
+static int is_none(PyObject *result) {
+    if (!result) return -1;
+    Py_DECREF(result);
+    return result == Py_None;
+}
+
+static long long as_number(PyObject *result) {
+    if (!result) return -1;
+    const long long number = PyLong_AsLongLong(result);
+    Py_DECREF(result);
+    return number;
+}
+
+static int64_t now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+/* ---- Reading one tensor. ---- */
+
+typedef struct {
+    const char *data;
+    int64_t size, dtype;
+    DLTensor described;
+} View;
+
+/* Whether the kernel can read the tensor, as cpu.can_read: 1, 0, or -1 with an exception. */
+static int view(Lane *lane, PyObject *tensor, View *out) {
+    DLTensor *d = &out->described;
+    PyObject *type = (PyObject *)Py_TYPE(tensor);
+    if (type != lane->tensor_type && type != lane->parameter_type) return 0;
+    if (lane->exchange->describe(tensor, d)) { /* without memory, or of another layout */
+        PyErr_Clear();
+        return 0;
+    }
+    if (d->device_type != DL_CPU || d->lanes != 1 || !d->data || d->byte_offset) return 0;
+    if (d->code == DL_FLOAT && d->bits == 32)
+        out->dtype = F32;
+    else if (d->code == DL_FLOAT && d->bits == 64)
+        out->dtype = F64;
+    else if (d->code == DL_BFLOAT && d->bits == 16)
+        out->dtype = BF16;
+    else if (d->code == DL_FLOAT && d->bits == 16)
+        out->dtype = F16;
+    else
+        return 0;
+    int64_t size = 1;
+    for (int i = d->ndim - 1; i >= 0; i--) {
+        if (d->shape[i] != 1 && d->strides[i] != size) return 0;
+        size *= d->shape[i];
+    }
+    if (size < 1 || size > MOST_COUNT) return 0;
+    out->data = d->data, out->size = size;
+    const int negated = ask(lane->is_neg, tensor);
+    if (negated) return negated < 0 ? -1 : 0;
+    const long long offset = as_number(PyObject_CallFunctionObjArgs(lane->storage_offset, tensor, NULL));
+    if (offset < 0) return -1;
+    return offset == 0 ? 1 : ask(lane->can_read, tensor); /* at an offset there need not be any memory */
+}
+
+/* describe(tensors, table): writes address, size and type of each tensor of a list into a table of int64 at an address.
+ * The type of those that the kernel cannot read is -1. */
+static PyObject *Lane_describe(Lane *self, PyObject *args) {
+    PyObject *tensors;
+    unsigned long long address;
+    if (!PyArg_ParseTuple(args, "O!K", &PyList_Type, &tensors, &address)) return NULL;
+    int64_t *row = (int64_t *)(uintptr_t)address;
+    const Py_ssize_t n = PyList_Size(tensors);
+    for (Py_ssize_t i = 0; i < n && i < PyList_Size(tensors); i++, row += 3) {
+        View read;
+        PyObject *tensor = Py_NewRef(PyList_GetItem(tensors, i));
+        const int fits = view(self, tensor, &read);
+        Py_DECREF(tensor);
+        if (fits < 0) return NULL;
+        row[0] = fits ? (int64_t)(intptr_t)read.data : 0;
+        row[1] = fits ? read.size : 0;
+        row[2] = fits ? read.dtype : -1;
+    }
+    Py_RETURN_NONE;
+}
+
+/* Where a record goes. References of its own: while the GIL is released, another thread may close the lane. */
+typedef struct {
+    PyObject *recorder, *buffer, *number, *release;
+    int64_t row_bytes, record_bytes;
+    int with_buckets;
+} Place;
+
+/* The next record of the buffer, after the lock was taken: 1, 0 if there is none, or -1 with an exception. */
+static int take(const Place *place, int64_t *record, char **row) {
+    const long long used = as_number(PyObject_GetAttr(place->buffer, names.used));
+    const long long records = as_number(PyObject_GetAttr(place->buffer, names.records));
+    const long long address = as_number(PyObject_GetAttr(place->buffer, names.address));
+    if (PyErr_Occurred()) return -1;
+    if (used >= records) return 0;
+    PyObject *next = PyLong_FromLongLong(used + 1);
+    if (!next) return -1;
+    const int failed = PyObject_SetAttr(place->buffer, names.used, next);
+    Py_DECREF(next);
+    *record = used;
+    *row = (char *)(intptr_t)address + used * place->record_bytes;
+    return failed ? -1 : 1;
+}
+
+static int reduce_large(Lane *lane, const View *read, char *row, int32_t *counts) {
+    const long long threads = as_number(PyObject_CallNoArgs(lane->threads));
+    if (threads < 0) return -1;
+    /* As Report.enter does: others see that this thread is at work while the GIL is released. */
+    PyObject *report = Py_NewRef(lane->report), *busy = PyObject_GetAttr(report, names.busy_thread), *thread = NULL;
+    ReduceFunction *reduce = lane->reduce;
+    int failed = !busy;
+    if (busy == Py_None) {
+        thread = PyLong_FromUnsignedLong(PyThread_get_thread_ident());
+        failed = !thread || PyObject_SetAttr(report, names.busy_thread, thread);
+    }
+    if (!failed) {
+        Py_BEGIN_ALLOW_THREADS
+        failed = reduce(read->data, read->size, read->dtype, (double *)row, counts, threads);
+        Py_END_ALLOW_THREADS
+    }
+    if (thread && PyObject_SetAttr(report, names.busy_thread, Py_None)) failed = 1;
+    Py_XDECREF(thread);
+    Py_XDECREF(busy);
+    Py_DECREF(report);
+    return failed;
+}
+
+static PyObject *append(const Place *place, PyObject *site, int64_t record, PyObject *owner) {
+    PyObject *first = PyLong_FromLongLong(record), *last = PyLong_FromLongLong(record + 1);
+    PyObject *span = first && last ? PyTuple_Pack(3, place->number, first, last) : NULL;
+    PyObject *call = span ? PyTuple_Pack(2, site, span) : NULL;
+    PyObject *calls = PyObject_GetAttr(place->recorder, names.calls);
+    PyObject *owners = PyObject_GetAttr(place->recorder, names.owners);
+    PyObject *position = calls ? PyLong_FromSsize_t(PyList_Size(calls)) : NULL;
+    const int failed =
+        !call || !position || !owners || PyDict_SetItem(owners, position, owner) || PyList_Append(calls, call);
+    Py_XDECREF(first);
+    Py_XDECREF(last);
+    Py_XDECREF(call);
+    Py_XDECREF(calls);
+    Py_XDECREF(owners);
+    Py_XDECREF(position);
+    if (failed) Py_CLEAR(span);
+    return span;
+}
+
+static int record_into(Lane *lane, const Place *place, const View *read, PyObject *site, PyObject *owner,
+                       PyObject **span) {
+    int64_t number;
+    char *row;
+    const int taken = take(place, &number, &row);
+    if (taken <= 0) return taken;
+    int32_t *counts = place->with_buckets ? (int32_t *)(row + place->row_bytes) : NULL;
+    const int failed = read->size >= LARGE
+                           ? reduce_large(lane, read, row, counts)
+                           : lane->reduce(read->data, read->size, read->dtype, (double *)row, counts, 1);
+    if (failed && !PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "the kernel refused its arguments");
+    *span = failed ? NULL : append(place, site, number, owner);
+    return *span ? 1 : -1;
+}
+
+/* As Recorder.record for a plain tensor: 1 and the span, 0 if it has to be done in Python, or -1. */
+static int record(Lane *lane, const View *read, PyObject *site, PyObject *owner, PyObject **span) {
+    const int is_free = ask(lane->acquire, Py_False);
+    if (is_free <= 0) return is_free;
+    const Place place = {Py_NewRef(lane->recorder), Py_NewRef(lane->buffer), Py_NewRef(lane->number),
+                         Py_NewRef(lane->release),  lane->row_bytes,         lane->record_bytes,
+                         lane->with_buckets};
+    int done = record_into(lane, &place, read, site, owner, span);
+    PyObject *type, *error, *trace;
+    PyErr_Fetch(&type, &error, &trace);
+    PyObject *released = PyObject_CallNoArgs(place.release);
+    if (!released) done = -1;
+    if (type) PyErr_Restore(type, error, trace);
+    Py_XDECREF(released);
+    Py_DECREF(place.recorder);
+    Py_DECREF(place.buffer);
+    Py_DECREF(place.number);
+    Py_DECREF(place.release);
+    return done;
+}
+
+/* Whether nobody else wants what is recorded, and no profiler wants labels: 1, 0, or -1 with an exception. */
+static int is_ordinary(Lane *lane) {
+    if (lane->thread != PyThread_get_thread_ident()) return 0;
+    const int profiled = is_true(PyObject_CallNoArgs(lane->is_profiled));
+    if (profiled) return profiled < 0 ? -1 : 0;
+    const int no_metrics = is_none(PyObject_GetAttr(lane->recorder, names.metrics));
+    if (no_metrics <= 0) return no_metrics;
+    return is_none(PyObject_GetAttr(lane->recorder, names.checksums));
+}
+
+/* Reports the exception that is set, as Observer._on_failure does. Training never sees it. */
+static void report_failure(Lane *lane, PyObject *hook) {
+    PyObject *type, *error, *trace;
+    PyErr_Fetch(&type, &error, &trace);
+    PyErr_NormalizeException(&type, &error, &trace);
+    PyObject *done = PyObject_CallFunctionObjArgs(lane->on_failure, hook, error ? error : Py_None, NULL);
+    if (!done) PyErr_Clear();
+    Py_XDECREF(done);
+    Py_XDECREF(type);
+    Py_XDECREF(error);
+    Py_XDECREF(trace);
+}
+
+/* ---- The hook on a tensor. The attributes are those of hook_types.GradientHook. ---- */
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *lane, *observer, *step, *sites, *passes, *failure;
+    char fired, is_view;
+} GradientHook;
+
+#define EACH_OF_GRADIENT(DO) DO(lane) DO(observer) DO(step) DO(sites) DO(passes) DO(failure)
+
+static int GradientHook_traverse(GradientHook *self, visitproc visit, void *arg) {
+    Py_VISIT(Py_TYPE((PyObject *)self));
+    EACH_OF_GRADIENT(VISIT)
+    return 0;
+}
+
+static int GradientHook_clear(GradientHook *self) {
+    EACH_OF_GRADIENT(CLEAR)
+    return 0;
+}
+
+static void GradientHook_dealloc(GradientHook *self) {
+    PyObject_GC_UnTrack(self);
+    GradientHook_clear(self);
+    free_object((PyObject *)self);
+}
+
+static PyMemberDef GradientHook_members[] = {
+    {"observer", T_OBJECT_EX, offsetof(GradientHook, observer), 0, NULL},
+    {"step", T_OBJECT_EX, offsetof(GradientHook, step), 0, NULL},
+    {"sites", T_OBJECT_EX, offsetof(GradientHook, sites), 0, NULL},
+    {"passes", T_OBJECT_EX, offsetof(GradientHook, passes), 0, NULL},
+    {"failure", T_OBJECT_EX, offsetof(GradientHook, failure), 0, NULL},
+    {"fired", T_BOOL, offsetof(GradientHook, fired), 0, NULL},
+    {"is_view", T_BOOL, offsetof(GradientHook, is_view), 0, NULL},
+    {NULL},
+};
+
+/* 1 if the gradient was read, 0 if it has to be read in Python, -1 with an exception. */
+static int read_gradient(Lane *lane, GradientHook *self, PyObject *gradient) {
+    View read;
+    PyObject *span = NULL;
+    if (!lane->backward_context || self->step != lane->backward_context) return 0;
+    if (PyList_Size(self->passes) != 1 || PyList_GetItem(self->passes, 0) != lane->reached) return 0;
+    if (PyList_Size(self->sites) != 1) return 0;
+    int fits = is_ordinary(lane);
+    if (fits > 0) fits = view(lane, gradient, &read);
+    if (fits <= 0) return fits;
+    self->fired = 1;
+    PyObject *running = Py_NewRef(lane->running), *site = Py_NewRef(PyList_GetItem(self->sites, 0));
+    const int done = record(lane, &read, site, running, &span);
+    Py_DECREF(running);
+    Py_DECREF(site);
+    Py_XDECREF(span);
+    return done;
+}
+
+static PyObject *GradientHook_call(GradientHook *self, PyObject *args, PyObject *Py_UNUSED(kwargs)) {
+    PyObject *gradient = PyTuple_Size(args) == 1 ? PyTuple_GetItem(args, 0) : NULL;
+    Lane *lane = (Lane *)self->lane;
+    if (!gradient) {
+        PyErr_SetString(PyExc_TypeError, "a gradient hook takes one argument");
+        return NULL;
+    }
+    if (gradient == Py_None) Py_RETURN_NONE;
+    const int64_t started = now();
+    const int done = read_gradient(lane, self, gradient);
+    if (done > 0) {
+        lane->fired++;
+        lane->nanoseconds += now() - started;
+        Py_RETURN_NONE;
+    }
+    if (done < 0) {
+        report_failure(lane, (PyObject *)self);
+        Py_RETURN_NONE;
+    }
+    return PyObject_CallFunctionObjArgs(lane->read_gradient, self, gradient, NULL);
+}
+
+static PyType_Slot GradientHook_slots[] = {
+    {Py_tp_traverse, GradientHook_traverse}, {Py_tp_clear, GradientHook_clear}, {Py_tp_dealloc, GradientHook_dealloc},
+    {Py_tp_members, GradientHook_members},   {Py_tp_call, GradientHook_call},   {0, NULL},
+};
+static PyType_Spec GradientHook_spec = {
+    "tbhooks.capture.hooks._eager_hooks.EagerGradientHook", sizeof(GradientHook), 0,
+    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION, GradientHook_slots};
+
+/* The open forward, with references of its own: while the GIL is released, another thread may close the lane. */
+typedef struct {
+    PyObject *forward, *context, *called, *recent, *gradient_hooks;
+} Open;
+
+/* As GradientReader.hook for a tensor that is no leaf. `hooks` are those that it has, or None. */
+static GradientHook *hook_gradient(Lane *lane, const Open *open, PyObject *tensor, PyObject *grad_fn, PyObject *hooks,
+                                   PyObject *site, int is_view) {
+    GradientHook *hook = (GradientHook *)PyType_GenericAlloc(gradient_hook_type, 0);
+    if (!hook) return NULL;
+    hook->lane = Py_NewRef((PyObject *)lane);
+    hook->observer = Py_NewRef(lane->gradient_reader);
+    hook->step = Py_NewRef(open->context);
+    hook->failure = Py_NewRef(names.nothing);
+    hook->is_view = (char)is_view;
+    hook->sites = PyList_New(1);
+    hook->passes = PyList_New(1);
+    if (!hook->failure || !hook->sites || !hook->passes) goto failed;
+    PyList_SetItem(hook->sites, 0, Py_NewRef(site));
+    PyList_SetItem(hook->passes, 0, Py_NewRef(open->forward));
+    if (hooks != Py_None) {
+        if (PyObject_SetItem(hooks, lane->key, (PyObject *)hook)) goto failed;
+    } else {
+        PyObject *made = PyObject_CallNoArgs(lane->new_hooks);
+        int wrong = !made || PyObject_SetItem(made, lane->key, (PyObject *)hook) ||
+                    PyObject_SetAttr(tensor, names.backward_hooks, made);
+        Py_XDECREF(made);
+        PyObject *done = wrong ? NULL : PyObject_CallMethodObjArgs(grad_fn, names.register_hook_dict, tensor, NULL);
+        Py_XDECREF(done);
+        if (!done) goto failed;
+    }
+    if (PyList_Append(open->gradient_hooks, (PyObject *)hook)) goto failed;
+    if (!is_view && PyObject_SetAttr(open->forward, names.hooked, Py_True)) goto failed;
+    return hook;
+failed:
+    Py_DECREF(hook);
+    return NULL;
+}
+
+/* ---- The hook on a module. ---- */
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *lane, *hook, *path, *site, *gradient_site, *units;
+    char is_ready;
+} ForwardHook;
+
+#define EACH_OF_FORWARD(DO) DO(lane) DO(hook) DO(path) DO(site) DO(gradient_site) DO(units)
+
+static int ForwardHook_traverse(ForwardHook *self, visitproc visit, void *arg) {
+    Py_VISIT(Py_TYPE((PyObject *)self));
+    EACH_OF_FORWARD(VISIT)
+    return 0;
+}
+
+static int ForwardHook_clear(ForwardHook *self) {
+    EACH_OF_FORWARD(CLEAR)
+    return 0;
+}
+
+static void ForwardHook_dealloc(ForwardHook *self) {
+    PyObject_GC_UnTrack(self);
+    ForwardHook_clear(self);
+    free_object((PyObject *)self);
+}
+
+/* EagerHook(lane, hook, path): `hook` is the one in Python. Python sets `is_ready`, and the sites when it is asked. */
+static int ForwardHook_init(ForwardHook *self, PyObject *args, PyObject *Py_UNUSED(kwargs)) {
+    PyObject *lane, *hook, *path;
+    if (!PyArg_ParseTuple(args, "OOU", &lane, &hook, &path)) return -1;
+    SET(lane, lane);
+    SET(hook, hook);
+    SET(path, path);
+    SET(site, Py_None);
+    SET(gradient_site, Py_None);
+    SET(units, Py_None);
+    return 0;
+}
+
+static PyMemberDef ForwardHook_members[] = {
+    {"hook", T_OBJECT_EX, offsetof(ForwardHook, hook), READONLY, NULL},
+    {"site", T_OBJECT_EX, offsetof(ForwardHook, site), 0, NULL},
+    {"gradient_site", T_OBJECT_EX, offsetof(ForwardHook, gradient_site), 0, NULL},
+    {"is_ready", T_BOOL, offsetof(ForwardHook, is_ready), 0, NULL},
+    {"units", T_OBJECT_EX, offsetof(ForwardHook, units), 0, NULL}, /* the site of its dead units, or None */
+    {NULL},
+};
+
+/* Whether the open forward is the one that runs, as ActiveStep.continued_forward: 1, 0, or -1 with an exception. */
+static int is_continued(Lane *lane) {
+    if (!lane->forward) return 0;
+    int fits = is_ordinary(lane);
+    if (fits <= 0) return fits;
+    PyObject *model = PyWeakref_GetObject(lane->model);
+    if (!model || model == Py_None) return model ? 0 : -1;
+    Py_INCREF(model);
+    fits = has(model, names.training);
+    Py_DECREF(model);
+    if (fits <= 0) return fits;
+    if ((fits = has(lane->forward, names.evaluates))) return fits < 0 ? -1 : 0;
+    if ((fits = is_none(PyObject_CallNoArgs(lane->tracing_state))) <= 0) return fits;
+    if ((fits = is_true(PyObject_CallNoArgs(lane->count_modes)))) return fits < 0 ? -1 : 0;
+    const long long backward = as_number(PyObject_CallNoArgs(lane->running_backward));
+    if (backward == -1) return PyErr_Occurred() ? -1 : 1;
+    return 0;
+}
+
+/* Whether this very tensor was read a moment ago: 1, 0, or -1 with an exception. */
+static int is_recent(Lane *lane, PyObject *id, PyObject *tensor, PyObject *version) {
+    PyObject *entry = PyDict_GetItemWithError(lane->recent, id);
+    if (!entry) return PyErr_Occurred() ? -1 : 0;
+    if (PyWeakref_GetObject(PyTuple_GetItem(entry, 0)) != tensor) return 0;
+    return PyObject_RichCompareBool(PyTuple_GetItem(entry, 1), version, Py_EQ);
+}
+
+/* As StepContext.cache. */
+static int remember(PyObject *recent, PyObject *id, PyObject *tensor, PyObject *version, PyObject *span,
+                    PyObject *hook) {
+    if (PyDict_Size(recent) > MOST_RECENT) PyDict_Clear(recent);
+    PyObject *weak = PyWeakref_NewRef(tensor, NULL);
+    PyObject *entry = weak ? PyTuple_Pack(4, weak, version, span, hook) : NULL;
+    const int failed = !entry || PyDict_SetItem(recent, id, entry);
+    Py_XDECREF(weak);
+    Py_XDECREF(entry);
+    return failed ? -1 : 0;
+}
+
+/* What autograd knows of a tensor. */
+typedef struct {
+    PyObject *grad_fn, *hooks;
+    int is_view;
+} Grad;
+
+/* Whether the gradient can be hooked here: 1 (with `grad_fn` set if it is to be hooked at all), 0, or -1. */
+static int look_at_grad(Lane *lane, ForwardHook *self, PyObject *tensor, Grad *grad) {
+    int is = self->gradient_site == Py_None ? 0 : has(tensor, names.requires_grad);
+    if (is <= 0) return is < 0 ? -1 : 1;
+    if ((is = has(tensor, names.is_leaf))) return is < 0 ? -1 : 0;
+    /* If the base of a view was changed in place, torch makes a new grad_fn when it is read: before the hook. */
+    if ((grad->is_view = ask(lane->is_view, tensor)) < 0) return -1;
+    if (!(grad->grad_fn = PyObject_GetAttr(tensor, names.grad_fn))) return -1;
+    if (grad->grad_fn == Py_None) return 0;
+    if (!(grad->hooks = PyObject_GetAttr(tensor, names.backward_hooks))) return -1;
+    if (grad->hooks == Py_None) return 1;
+    is = PySequence_Contains(grad->hooks, lane->key);
+    return is < 0 ? -1 : !is;
+}
+
+/* As DeadUnits.add. Units are in dimension 1, but of sequences, which Python looks at in both. */
+static int count_units(Lane *lane, ForwardHook *self, PyObject *tensor, PyObject *forward, const View *read) {
+    const DLTensor *d = &read->described;
+    const int64_t width = d->ndim >= 2 ? d->shape[1] : 0;
+    const int has_room = lane->forward == forward && width <= lane->units_length - lane->units_used;
+    if (d->ndim < 2 || d->ndim == 3 || !has_room) {
+        PyObject *added = PyObject_CallFunctionObjArgs(lane->on_units, self->hook, tensor, forward, NULL);
+        Py_XDECREF(added);
+        return added ? 0 : -1;
+    }
+    const int64_t inner = read->size / (d->shape[0] * width);
+    if (lane->find_alive(read->data, read->dtype, d->shape[0], width, inner, lane->units + lane->units_used)) return -1;
+    PyObject *entry = Py_BuildValue("(OOLLL)", forward, self->units, (long long)lane->units_used, (long long)width,
+                                    (long long)(read->size / width));
+    lane->units_used += width;
+    const int failed = !entry || PyList_Append(lane->entries, entry);
+    Py_XDECREF(entry);
+    return failed ? -1 : 0;
+}
+
+static int read_tensor(Lane *lane, ForwardHook *self, PyObject *tensor, PyObject *id, PyObject *version, Grad *grad,
+                       const View *read) {
+    const Open open = {Py_NewRef(lane->forward), Py_NewRef(lane->context), Py_NewRef(lane->called),
+                       Py_NewRef(lane->recent), Py_NewRef(lane->gradient_hooks)};
+    PyObject *span = NULL;
+    int done = record(lane, read, self->site, open.forward, &span);
+    if (done > 0 && PySet_Add(open.called, self->path)) done = -1;
+    if (done > 0 && self->units != Py_None && count_units(lane, self, tensor, open.forward, read)) done = -1;
+    GradientHook *hook = NULL;
+    if (done > 0 && grad->grad_fn) {
+        hook = hook_gradient(lane, &open, tensor, grad->grad_fn, grad->hooks, self->gradient_site, grad->is_view);
+        if (!hook) done = -1;
+    }
+    if (done > 0 && remember(open.recent, id, tensor, version, span, hook ? (PyObject *)hook : Py_None)) done = -1;
+    Py_XDECREF((PyObject *)hook);
+    Py_XDECREF(span);
+    Py_DECREF(open.forward);
+    Py_DECREF(open.context);
+    Py_DECREF(open.called);
+    Py_DECREF(open.recent);
+    Py_DECREF(open.gradient_hooks);
+    return done;
+}
+
+/* 1 if the output was read, 0 if it has to be read in Python, -1 with an exception. Decides before it changes anything. */
+static int read_output(Lane *lane, ForwardHook *self, PyObject *tensor) {
+    View read;
+    Grad grad = {NULL, NULL, 0};
+    int fits = is_continued(lane);
+    if (fits > 0) fits = view(lane, tensor, &read);
+    if (fits > 0) fits = (fits = ask(lane->is_inference, tensor)) < 0 ? -1 : !fits;
+    if (fits > 0 && PyDict_Size(lane->unseen) > 0)
+        fits = (fits = PyDict_Contains(lane->unseen, self->path)) < 0 ? -1 : !fits;
+    if (fits <= 0) return fits;
+    if (self->site == Py_None) { /* its first output: Python numbers its sites */
+        PyObject *numbers = PyObject_CallMethodObjArgs(self->hook, names.site_numbers, names.nothing, tensor, NULL);
+        if (!numbers) return -1;
+        Py_DECREF(numbers);
+        if (self->site == Py_None) return 0;
+    }
+    PyObject *id = PyLong_FromVoidPtr(tensor), *version = PyObject_GetAttr(tensor, names.version);
+    fits = id && version ? is_recent(lane, id, tensor, version) : -1;
+    fits = fits < 0 ? -1 : !fits;
+    if (fits > 0) fits = look_at_grad(lane, self, tensor, &grad);
+    if (fits > 0) fits = read_tensor(lane, self, tensor, id, version, &grad, &read);
+    Py_XDECREF(id);
+    Py_XDECREF(version);
+    Py_XDECREF(grad.grad_fn);
+    Py_XDECREF(grad.hooks);
+    return fits;
+}
+
+/* read(module, args, output): what torch calls a hook with. */
+static PyObject *ForwardHook_read(ForwardHook *self, PyObject *const *args, Py_ssize_t n) {
+    Lane *lane = (Lane *)self->lane;
+    if (n != 3) {
+        PyErr_SetString(PyExc_TypeError, "a forward hook takes three arguments");
+        return NULL;
+    }
+    if (self->is_ready) {
+        const int64_t started = now();
+        const int done = read_output(lane, self, args[2]);
+        if (done > 0) {
+            lane->fired++;
+            lane->nanoseconds += now() - started;
+            Py_RETURN_NONE;
+        }
+        if (done < 0) {
+            report_failure(lane, self->hook);
+            Py_RETURN_NONE;
+        }
+    }
+    return PyObject_CallFunctionObjArgs(self->hook, args[0], args[1], args[2], NULL);
+}
+
+static PyMethodDef ForwardHook_methods[] = {
+    {"read", (PyCFunction)(void (*)(void))ForwardHook_read, METH_FASTCALL, NULL},
+    {NULL},
+};
+
+static PyType_Slot ForwardHook_slots[] = {
+    {Py_tp_traverse, ForwardHook_traverse}, {Py_tp_clear, ForwardHook_clear}, {Py_tp_dealloc, ForwardHook_dealloc},
+    {Py_tp_members, ForwardHook_members}, {Py_tp_methods, ForwardHook_methods}, {Py_tp_init, ForwardHook_init},
+    {Py_tp_new, PyType_GenericNew},         {0, NULL},
+};
+static PyType_Spec ForwardHook_spec = {
+    "tbhooks.capture.hooks._eager_hooks.EagerForwardHook", sizeof(ForwardHook), 0,
+    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE, ForwardHook_slots};
+
+/* ---- Whether the structure of a model is unchanged (structure.py). ---- */
+
+/* Whether a dictionary of a module has these names, and values with these ids, in this order: 1, 0, or -1. */
+static int has_items(PyObject *module, PyObject *attribute, PyObject *keys, PyObject *ids) {
+    PyObject *items = PyObject_GetAttr(module, attribute), *key, *value;
+    if (!items) return -1;
+    int same = PyDict_Check(items) && PyDict_Size(items) == PyTuple_Size(keys);
+    Py_ssize_t position = 0;
+    for (Py_ssize_t i = 0; same > 0 && PyDict_Next(items, &position, &key, &value); i++) {
+        PyObject *known = PyTuple_GetItem(keys, i);
+        same = value == PyLong_AsVoidPtr(PyList_GetItem(ids, i));
+        if (same && key != known) same = PyUnicode_Check(key) && PyUnicode_Compare(key, known) == 0;
+    }
+    Py_DECREF(items);
+    return PyErr_Occurred() ? -1 : same;
+}
+
+/* is_unchanged(known): a list of tuples as structure.py makes them. */
+static PyObject *is_unchanged(PyObject *Py_UNUSED(module), PyObject *known) {
+    if (!PyList_Check(known)) Py_RETURN_FALSE;
+    for (Py_ssize_t i = 0; i < PyList_Size(known); i++) {
+        PyObject *entry = PyList_GetItem(known, i), *module = PyWeakref_GetObject(PyTuple_GetItem(entry, 0));
+        if (!module) return NULL;
+        if ((PyObject *)Py_TYPE(module) != PyTuple_GetItem(entry, 1)) Py_RETURN_FALSE;
+        Py_INCREF(module);
+        int same = has_items(module, names.modules, PyTuple_GetItem(entry, 2), PyTuple_GetItem(entry, 3));
+        if (same > 0) same = has_items(module, names.parameters, PyTuple_GetItem(entry, 4), PyTuple_GetItem(entry, 5));
+        Py_DECREF(module);
+        if (same < 0) return NULL;
+        if (!same) Py_RETURN_FALSE;
+    }
+    Py_RETURN_TRUE;
+}
+
+static PyMethodDef functions[] = {{"is_unchanged", is_unchanged, METH_O, NULL}, {NULL}};
+
+/* ---- The module. ---- */
+
+static int add_type(PyObject *module, const char *name, PyType_Spec *spec, PyTypeObject **kept) {
+    PyObject *type = PyType_FromSpec(spec);
+    if (!type || PyModule_AddObjectRef(module, name, type)) return -1;
+    if (kept) *kept = (PyTypeObject *)Py_NewRef(type);
+    Py_DECREF(type);
+    return 0;
+}
+
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_eager_hooks", NULL, -1, functions};
+
+PyMODINIT_FUNC PyInit__eager_hooks(void) {
+    const struct {
+        PyObject **kept;
+        const char *text;
+    } texts[] = {
+        {&names.site_numbers, "site_numbers"}, {&names.nothing, ""}, {&names.used, "used"}, {&names.records, "records"}, {&names.address, "_address"}, {&names.calls, "calls"},
+        {&names.owners, "_owners"}, {&names.metrics, "metrics"}, {&names.checksums, "checksums"},
+        {&names.training, "training"}, {&names.evaluates, "evaluates"}, {&names.requires_grad, "requires_grad"},
+        {&names.is_leaf, "is_leaf"}, {&names.grad_fn, "grad_fn"}, {&names.backward_hooks, "_backward_hooks"},
+        {&names.register_hook_dict, "_register_hook_dict"}, {&names.version, "_version"}, {&names.hooked, "hooked"},
+        {&names.busy_thread, "_busy_thread"}, {&names.modules, "_modules"}, {&names.parameters, "_parameters"},
+    };
+    for (size_t i = 0; i < sizeof texts / sizeof *texts; i++)
+        if (!(*texts[i].kept = PyUnicode_InternFromString(texts[i].text))) return NULL;
+    PyObject *module = PyModule_Create(&definition);
+    if (!module || PyModule_AddIntConstant(module, "ABI", 1) || add_type(module, "Lane", &Lane_spec, NULL) ||
+        add_type(module, "EagerGradientHook", &GradientHook_spec, &gradient_hook_type) ||
+        add_type(module, "EagerForwardHook", &ForwardHook_spec, NULL)) {
+        Py_XDECREF(module);
+        return NULL;
+    }
+    return module;
+}
