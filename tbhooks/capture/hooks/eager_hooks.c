@@ -391,9 +391,11 @@ static int record_into(Lane *lane, const Place *place, const View *read, PyObjec
     return *span ? 1 : -1;
 }
 
-/* As Recorder.record for a plain tensor: 1 and the span, 0 if it has to be done in Python, or -1. */
-static int record(Lane *lane, const View *read, PyObject *site, PyObject *owner, PyObject **span) {
-    const int is_free = ask(lane->acquire, Py_False);
+/* As Recorder.record for a plain tensor: 1 and the span, 0 if it has to be done in Python, or -1. `open` is the forward
+ * or the context of the backward that the caller reads for: another thread may have closed the lane since. */
+static int record(Lane *lane, PyObject *open, const View *read, PyObject *site, PyObject *owner, PyObject **span) {
+    if (lane->forward != open && lane->backward_context != open) return 0;
+    const int is_free = ask(lane->acquire, Py_False); /* a lock's method: no Python runs in it */
     if (is_free <= 0) return is_free;
     const Place place = {Py_NewRef(lane->recorder), Py_NewRef(lane->buffer), Py_NewRef(lane->number),
                          Py_NewRef(lane->release),  lane->row_bytes,         lane->record_bytes,
@@ -412,14 +414,17 @@ static int record(Lane *lane, const View *read, PyObject *site, PyObject *owner,
     return done;
 }
 
-/* Whether nobody else wants what is recorded, and no profiler wants labels: 1, 0, or -1 with an exception. */
+/* Whether nobody else wants what is recorded, and no profiler wants labels: 1, 0, or -1 with an exception. Called
+ * first, when the lane is known to be open. */
 static int is_ordinary(Lane *lane) {
     if (lane->thread != PyThread_get_thread_ident()) return 0;
+    PyObject *recorder = Py_NewRef(lane->recorder);
+    int fits = is_none(PyObject_GetAttr(recorder, names.metrics));
+    if (fits > 0) fits = is_none(PyObject_GetAttr(recorder, names.checksums));
+    Py_DECREF(recorder);
+    if (fits <= 0) return fits;
     const int profiled = is_true(PyObject_CallNoArgs(lane->is_profiled));
-    if (profiled) return profiled < 0 ? -1 : 0;
-    const int no_metrics = is_none(PyObject_GetAttr(lane->recorder, names.metrics));
-    if (no_metrics <= 0) return no_metrics;
-    return is_none(PyObject_GetAttr(lane->recorder, names.checksums));
+    return profiled < 0 ? -1 : !profiled;
 }
 
 /* Reports the exception that is set, as Observer._on_failure does. Training never sees it. */
@@ -480,16 +485,18 @@ static int read_gradient(Lane *lane, GradientHook *self, PyObject *gradient) {
     if (!lane->backward_context || self->step != lane->backward_context) return 0;
     if (PyList_Size(self->passes) != 1 || PyList_GetItem(self->passes, 0) != lane->reached) return 0;
     if (PyList_Size(self->sites) != 1) return 0;
+    /* References of its own: what is called below may run Python, and another thread may close the lane. */
+    PyObject *running = Py_NewRef(lane->running), *site = Py_NewRef(PyList_GetItem(self->sites, 0));
     int fits = is_ordinary(lane);
     if (fits > 0) fits = view(lane, gradient, &read);
-    if (fits <= 0) return fits;
-    self->fired = 1;
-    PyObject *running = Py_NewRef(lane->running), *site = Py_NewRef(PyList_GetItem(self->sites, 0));
-    const int done = record(lane, &read, site, running, &span);
+    if (fits > 0) {
+        self->fired = 1;
+        fits = record(lane, self->step, &read, site, running, &span);
+    }
     Py_DECREF(running);
     Py_DECREF(site);
     Py_XDECREF(span);
-    return done;
+    return fits;
 }
 
 static PyObject *GradientHook_call(GradientHook *self, PyObject *args, PyObject *Py_UNUSED(kwargs)) {
@@ -522,9 +529,10 @@ static PyType_Spec GradientHook_spec = {
     "tbhooks.capture.hooks._eager_hooks.EagerGradientHook", sizeof(GradientHook), 0,
     Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION, GradientHook_slots};
 
-/* The open forward, with references of its own: while the GIL is released, another thread may close the lane. */
+/* The open forward, with references of its own: what a hook calls may run Python or release the GIL, and then another
+ * thread may close the lane. */
 typedef struct {
-    PyObject *forward, *context, *called, *recent, *gradient_hooks;
+    PyObject *model, *forward, *context, *called, *recent, *gradient_hooks;
 } Open;
 
 /* As GradientReader.hook for a tensor that is no leaf. `hooks` are those that it has, or None. */
@@ -611,17 +619,16 @@ static PyMemberDef ForwardHook_members[] = {
 };
 
 /* Whether the open forward is the one that runs, as ActiveStep.continued_forward: 1, 0, or -1 with an exception. */
-static int is_continued(Lane *lane) {
-    if (!lane->forward) return 0;
+static int is_continued(Lane *lane, const Open *open) {
     int fits = is_ordinary(lane);
     if (fits <= 0) return fits;
-    PyObject *model = PyWeakref_GetObject(lane->model);
+    PyObject *model = PyWeakref_GetObject(open->model);
     if (!model || model == Py_None) return model ? 0 : -1;
     Py_INCREF(model);
     fits = has(model, names.training);
     Py_DECREF(model);
     if (fits <= 0) return fits;
-    if ((fits = has(lane->forward, names.evaluates))) return fits < 0 ? -1 : 0;
+    if ((fits = has(open->forward, names.evaluates))) return fits < 0 ? -1 : 0;
     if ((fits = is_none(PyObject_CallNoArgs(lane->tracing_state))) <= 0) return fits;
     if ((fits = is_true(PyObject_CallNoArgs(lane->count_modes)))) return fits < 0 ? -1 : 0;
     const long long backward = as_number(PyObject_CallNoArgs(lane->running_backward));
@@ -630,8 +637,8 @@ static int is_continued(Lane *lane) {
 }
 
 /* Whether this very tensor was read a moment ago: 1, 0, or -1 with an exception. */
-static int is_recent(Lane *lane, PyObject *id, PyObject *tensor, PyObject *version) {
-    PyObject *entry = PyDict_GetItemWithError(lane->recent, id);
+static int is_recent(const Open *open, PyObject *id, PyObject *tensor, PyObject *version) {
+    PyObject *entry = PyDict_GetItemWithError(open->recent, id);
     if (!entry) return PyErr_Occurred() ? -1 : 0;
     if (PyWeakref_GetObject(PyTuple_GetItem(entry, 0)) != tensor) return 0;
     return PyObject_RichCompareBool(PyTuple_GetItem(entry, 1), version, Py_EQ);
@@ -690,35 +697,28 @@ static int count_units(Lane *lane, ForwardHook *self, PyObject *tensor, PyObject
     return failed ? -1 : 0;
 }
 
-static int read_tensor(Lane *lane, ForwardHook *self, PyObject *tensor, PyObject *id, PyObject *version, Grad *grad,
-                       const View *read) {
-    const Open open = {Py_NewRef(lane->forward), Py_NewRef(lane->context), Py_NewRef(lane->called),
-                       Py_NewRef(lane->recent), Py_NewRef(lane->gradient_hooks)};
-    PyObject *span = NULL;
-    int done = record(lane, read, self->site, open.forward, &span);
-    if (done > 0 && PySet_Add(open.called, self->path)) done = -1;
-    if (done > 0 && self->units != Py_None && count_units(lane, self, tensor, open.forward, read)) done = -1;
+static int read_tensor(Lane *lane, const Open *open, ForwardHook *self, PyObject *tensor, PyObject *id,
+                       PyObject *version, Grad *grad, const View *read) {
+    PyObject *span = NULL, *site = Py_NewRef(self->site);
+    int done = record(lane, open->forward, read, site, open->forward, &span);
+    Py_DECREF(site);
+    if (done > 0 && PySet_Add(open->called, self->path)) done = -1;
+    if (done > 0 && self->units != Py_None && count_units(lane, self, tensor, open->forward, read)) done = -1;
     GradientHook *hook = NULL;
     if (done > 0 && grad->grad_fn) {
-        hook = hook_gradient(lane, &open, tensor, grad->grad_fn, grad->hooks, self->gradient_site, grad->is_view);
+        hook = hook_gradient(lane, open, tensor, grad->grad_fn, grad->hooks, self->gradient_site, grad->is_view);
         if (!hook) done = -1;
     }
-    if (done > 0 && remember(open.recent, id, tensor, version, span, hook ? (PyObject *)hook : Py_None)) done = -1;
+    if (done > 0 && remember(open->recent, id, tensor, version, span, hook ? (PyObject *)hook : Py_None)) done = -1;
     Py_XDECREF((PyObject *)hook);
     Py_XDECREF(span);
-    Py_DECREF(open.forward);
-    Py_DECREF(open.context);
-    Py_DECREF(open.called);
-    Py_DECREF(open.recent);
-    Py_DECREF(open.gradient_hooks);
     return done;
 }
 
-/* 1 if the output was read, 0 if it has to be read in Python, -1 with an exception. Decides before it changes anything. */
-static int read_output(Lane *lane, ForwardHook *self, PyObject *tensor) {
+static int read_open(Lane *lane, const Open *open, ForwardHook *self, PyObject *tensor) {
     View read;
     Grad grad = {NULL, NULL, 0};
-    int fits = is_continued(lane);
+    int fits = is_continued(lane, open);
     if (fits > 0) fits = view(lane, tensor, &read);
     if (fits > 0) fits = (fits = ask(lane->is_inference, tensor)) < 0 ? -1 : !fits;
     if (fits > 0 && PyDict_Size(lane->unseen) > 0)
@@ -731,15 +731,30 @@ static int read_output(Lane *lane, ForwardHook *self, PyObject *tensor) {
         if (self->site == Py_None) return 0;
     }
     PyObject *id = PyLong_FromVoidPtr(tensor), *version = PyObject_GetAttr(tensor, names.version);
-    fits = id && version ? is_recent(lane, id, tensor, version) : -1;
+    fits = id && version ? is_recent(open, id, tensor, version) : -1;
     fits = fits < 0 ? -1 : !fits;
     if (fits > 0) fits = look_at_grad(lane, self, tensor, &grad);
-    if (fits > 0) fits = read_tensor(lane, self, tensor, id, version, &grad, &read);
+    if (fits > 0) fits = read_tensor(lane, open, self, tensor, id, version, &grad, &read);
     Py_XDECREF(id);
     Py_XDECREF(version);
     Py_XDECREF(grad.grad_fn);
     Py_XDECREF(grad.hooks);
     return fits;
+}
+
+/* 1 if the output was read, 0 if it has to be read in Python, -1 with an exception. Decides before it changes anything. */
+static int read_output(Lane *lane, ForwardHook *self, PyObject *tensor) {
+    if (!lane->forward) return 0;
+    const Open open = {Py_NewRef(lane->model),  Py_NewRef(lane->forward), Py_NewRef(lane->context),
+                       Py_NewRef(lane->called), Py_NewRef(lane->recent),  Py_NewRef(lane->gradient_hooks)};
+    const int done = read_open(lane, &open, self, tensor);
+    Py_DECREF(open.model);
+    Py_DECREF(open.forward);
+    Py_DECREF(open.context);
+    Py_DECREF(open.called);
+    Py_DECREF(open.recent);
+    Py_DECREF(open.gradient_hooks);
+    return done;
 }
 
 /* read(module, args, output): what torch calls a hook with. */

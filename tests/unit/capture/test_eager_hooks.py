@@ -375,3 +375,33 @@ def test_the_compiler_meets_no_hook_in_c() -> None:
         watching.flush()
         assert watching.latest["one", "activation"].count == 12
     assert watching.stats.errors == 0, watching.stats
+
+
+class ClosesTheLane(nn.Sequential):
+    """A model of which a hook in C asks something that runs Python, in which another thread could close the lane."""
+
+    lane: eager_hooks.EagerLane | None = None
+    asked = 0
+
+    @property
+    def training(self) -> bool:  # type: ignore[override]
+        self.asked += 1
+        if self.lane is not None and self.asked % 2:
+            self.lane.close()
+        return True
+
+    @training.setter
+    def training(self, mode: bool) -> None: ...
+
+
+def test_a_lane_may_be_closed_while_a_hook_runs() -> None:
+    model = ClosesTheLane(*(nn.Linear(4, 4) for _ in range(6)))
+    optimizer = sgd(model)
+    with tbhooks.watch(model, every=1) as watching:
+        model.lane = watching._session.observer._step.eager
+        for _ in range(4):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+    assert model.asked > 4 * 6
+    assert watching.stats.errors == 0, watching.stats.messages
+    assert all(watching.latest[str(i), kind].count == 8 for i in range(6) for kind in ("activation", "gradient"))
