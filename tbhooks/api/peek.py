@@ -281,6 +281,7 @@ class _PeekObserver(Observer):
     def __init__(self, model: nn.Module, recorder: Recorder, report: Report, keep: frozenset[str]) -> None:
         self.selector = Selector(model, None, None)
         super().__init__(model, self.selector, recorder, None, report)
+        self._step.eager.leave_to_python()  # it has to be called with every output
         self.outputs: dict[str, Output] = {}
         self.kept: dict[str, Tensor] = {}
         self._paths_to_keep = keep

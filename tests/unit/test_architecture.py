@@ -72,6 +72,7 @@ def dotted(file: Path) -> str:
 
 
 MODULES = {dotted(file): file for file in FILES}
+EXTENSIONS = {dotted(file) for file in PACKAGE.rglob("*.pyi")}  # in C, which import nothing
 IN_LAYERS = sorted(name for name in MODULES if name not in ("", "__main__"))
 
 
@@ -110,6 +111,7 @@ def own(imports: Iterator[tuple[str, str]]) -> set[str]:
             inside = module.removeprefix("tbhooks").removeprefix(".")
             below = f"{inside}.{what}".lstrip(".")
             found.add(below if below in MODULES else inside)
+    found -= EXTENSIONS
     return found
 
 

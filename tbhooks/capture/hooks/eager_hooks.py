@@ -15,7 +15,7 @@ import functools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from tbhooks.capture.hooks._eager_hooks import ABI as _BUILT
     from tbhooks.capture.hooks._eager_hooks import EagerForwardHook, EagerGradientHook, Lane
     from tbhooks.capture.hooks.passes import Backward, Pass
-    from tbhooks.capture.hooks.step_context import StepContext
     from tbhooks.capture.recording.recorder import Recorder
 else:
     try:
@@ -117,6 +116,14 @@ def describe_all(tensors: list[Tensor]) -> NDArray[np.int64] | None:
     return table
 
 
+class OpenStep(Protocol):
+    """What hooks in C add to: a `StepContext`."""
+
+    called: set[str]
+    recent: dict[int, Any]
+    gradient_hooks: list[Any]
+
+
 class EagerLane:
     """The hooks in C of one watch, and what is decided for them. Without the extension it does nothing."""
 
@@ -134,11 +141,15 @@ class EagerLane:
             self.lane.gradient_reader, self.lane.read_gradient = gradient_reader, read_gradient
             self.lane.on_units, self.lane.on_failure = on_units, on_failure
 
+    def leave_to_python(self) -> None:
+        """From now on hooks in Python read everything. Called before the first hook is made."""
+        self.lane = None
+
     def hook(self, hook: Any) -> EagerHook | None:
         """The hook in C for a hook in Python; None if there is none."""
         return None if self.lane is None else EagerHook(self.lane, hook, hook.path)
 
-    def open_forward(self, forward: Pass, context: StepContext, units: tuple[object, ...]) -> None:
+    def open_forward(self, forward: Pass, context: OpenStep, units: tuple[object, ...]) -> None:
         """What follows in this forward will be read into this step, as long as the model is in training mode."""
         place = None if self.lane is None else self._recorder.cpu_place()
         if self.lane is not None and place is not None:
@@ -146,7 +157,7 @@ class EagerLane:
                 place, units, self._model, forward, context, context.called, context.recent, context.gradient_hooks
             )
 
-    def open_backward(self, context: StepContext, running: Backward, reached: Pass) -> None:
+    def open_backward(self, context: OpenStep, running: Backward, reached: Pass) -> None:
         """What follows in this backward will be read into this step, as long as it goes through the same forward."""
         place = None if self.lane is None else self._recorder.cpu_place()
         if self.lane is not None and place is not None:

@@ -946,3 +946,9 @@ def test_a_watch_on_a_compiled_model_goes_on(step: str) -> None:
     torch.compiler.reset()
     assert repr(seen[0]) == repr(seen[1])
     assert len(seen[0]) == 4
+
+
+def test_the_outputs_of_all_layers_of_a_chain_are_there() -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(6)))
+    seen = tbhooks.peek(model, torch.ones(2, 4), keep="*")
+    assert set(seen.outputs) == set(seen.kept) == {"(root)", *map(str, range(6))}
