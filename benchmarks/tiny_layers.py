@@ -96,7 +96,11 @@ def variants(training: Training) -> Variants:
         "not logged": lambda: training.watched(every=NEVER),
     }
     if cpu.library is not None:
-        chosen["kernel"] = lambda: training.hooked(lambda tensor: cpu.reduce(tensor, address, cpu.NULL))
+
+        def reduce(tensor: Tensor, _alive: Tensor = row) -> None:
+            cpu.reduce(tensor, address, cpu.NULL)
+
+        chosen["kernel"] = lambda: training.hooked(reduce)
     return chosen
 
 
