@@ -70,7 +70,8 @@ class Structure:
 
     def noted_parameters(self) -> list[nn.Parameter]:
         """The parameters that have attributes of their own, such as those of DeepSpeed and Megatron."""
-        modules = self.modules().by_path.values()
+        self.version()
+        modules = (module for _, ref in self._paths if (module := ref()) is not None)
         owned = (parameter for module in modules for parameter in module._parameters.values())
         return [parameter for parameter in owned if parameter is not None and parameter.__dict__]
 

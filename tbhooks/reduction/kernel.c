@@ -565,6 +565,25 @@ static int any(const char *data, int64_t n, int64_t size) {
     return 0;
 }
 
+/* The same of single values, one for each of n units: sets alive[unit] to 1, and returns how many are not. */
+#define MARK_ALIVE(read, word)                                                                                   \
+    _Pragma("omp simd reduction(+ : silent)") for (int64_t u = 0; u < n; u++) {                                  \
+        const float is = (word)(read(data, u) << 1) || alive[u] != 0 ? 1 : 0;                                    \
+        alive[u] = is;                                                                                           \
+        silent += is == 0;                                                                                       \
+    }
+static int32_t mark_alive(const char *data, int64_t n, int64_t size, float *alive) {
+    int32_t silent = 0;
+    if (size == 4) {
+        MARK_ALIVE(read_u32, uint32_t)
+    } else if (size == 8) {
+        MARK_ALIVE(read_u64, uint64_t)
+    } else {
+        MARK_ALIVE(read_u16, uint16_t)
+    }
+    return silent;
+}
+
 /* Of values [outer][units][inner], sets alive[unit] to 1 where any of a unit's is not zero. Units that are
  * known to be alive are not read, so that a healthy layer costs a glance. */
 int tbhooks_find_alive(const char *data, int64_t dtype, int64_t outer, int64_t units, int64_t inner, float *alive) {
@@ -572,6 +591,11 @@ int tbhooks_find_alive(const char *data, int64_t dtype, int64_t outer, int64_t u
     const int64_t size = WIDTHS[dtype], run = inner * size;
     int64_t silent = units;
     for (int64_t o = 0; o < outer && silent; o++) {
+        if (inner == 1) {
+            silent = mark_alive(data, units, size, alive);
+            data += units * size;
+            continue;
+        }
         silent = 0;
         for (int64_t u = 0; u < units; u++, data += run) {
             if (alive[u] == 0 && any(data, inner, size)) alive[u] = 1;

@@ -40,11 +40,16 @@ typedef int ReduceFunction(const void *, int64_t, int64_t, double *, int32_t *, 
 typedef int AliveFunction(const char *, int64_t, int64_t, int64_t, int64_t, float *);
 
 static struct {
-    PyObject *site_numbers, *nothing, *used, *records, *address, *calls, *owners, *metrics, *checksums, *training, *evaluates, *requires_grad,
-        *modules, *parameters, *is_leaf, *grad_fn, *backward_hooks, *register_hook_dict, *version, *hooked, *busy_thread;
+    PyObject *site_numbers, *nothing, *training, *evaluates, *requires_grad, *modules, *parameters, *grad_fn, *backward_hooks, *register_hook_dict, *version, *hooked, *busy_thread;
 } names;
 
 static PyTypeObject *gradient_hook_type;
+
+/* A table that Python and C add to: how many rows are used, how many there are, and the address of the first
+ * (calls.py, device_buffer.py). Read and changed while the recorder's lock and the GIL are held. */
+typedef struct {
+    int64_t used, room, address;
+} Header;
 
 /* ---- The lane: what is decided for the running forward or backward of one watch. ---- */
 
@@ -52,7 +57,7 @@ typedef struct {
     PyObject_HEAD
     /* Set once, by eager_hooks.py. */
     PyObject *tensor_type, *parameter_type, *can_read, *new_hooks, *running_backward, *tracing_state, *count_modes, *is_profiled, *threads;
-    PyObject *is_neg, *storage_offset, *is_inference, *is_view;
+    PyObject *is_neg, *storage_offset, *is_view;
     PyObject *report, *unseen, *key, *gradient_reader, *read_gradient, *on_units, *on_failure;
     Exchange *exchange;
     ReduceFunction *reduce;
@@ -64,8 +69,9 @@ typedef struct {
     /* The open backward. */
     PyObject *backward_context, *running, *reached;
     /* Where both record. */
-    PyObject *recorder, *buffer, *number, *acquire, *release;
-    int64_t row_bytes, record_bytes;
+    PyObject *headers, *owners, *acquire, *release;
+    Header *calls, *buffer;
+    int64_t number, row_bytes, record_bytes;
     int with_buckets;
     unsigned long thread;
     int64_t fired, nanoseconds;
@@ -73,11 +79,11 @@ typedef struct {
 
 #define EACH_SETTING(DO)                                                                                         \
     DO(tensor_type) DO(parameter_type) DO(can_read) DO(new_hooks) DO(running_backward) DO(tracing_state) DO(count_modes) DO(is_profiled)         \
-    DO(threads) DO(is_neg) DO(storage_offset) DO(is_inference) DO(is_view) DO(report) DO(unseen) DO(key)         \
+    DO(threads) DO(is_neg) DO(storage_offset) DO(is_view) DO(report) DO(unseen) DO(key)         \
     DO(gradient_reader) DO(read_gradient) DO(on_units) DO(on_failure)
 #define EACH_STATE(DO)                                                                                           \
     DO(model) DO(forward) DO(context) DO(called) DO(recent) DO(gradient_hooks) DO(entries) DO(backward_context) DO(running)  \
-    DO(reached) DO(recorder) DO(buffer) DO(number) DO(acquire) DO(release)
+    DO(reached) DO(headers) DO(owners) DO(acquire) DO(release)
 
 #define CLEAR(name) Py_CLEAR(self->name);
 #define VISIT(name) Py_VISIT(self->name);
@@ -135,20 +141,22 @@ static PyObject *Lane_use(Lane *self, PyObject *args) {
         Py_XDECREF(old_);                                                                                        \
     } while (0)
 
-/* Where to record: (recorder, buffer, number, acquire, release, row_bytes, record_bytes, with_buckets). */
+/* Where to record, as Recorder.cpu_place returns it. `headers` keeps both headers alive. */
 static int set_destination(Lane *self, PyObject *place) {
-    PyObject *recorder, *buffer, *number, *acquire, *release;
-    long long row_bytes, record_bytes;
+    PyObject *headers, *owners, *acquire, *release;
+    unsigned long long calls, buffer;
+    long long number, row_bytes, record_bytes;
     int with_buckets;
-    if (!PyArg_ParseTuple(place, "OOOOOLLp", &recorder, &buffer, &number, &acquire, &release, &row_bytes,
-                          &record_bytes, &with_buckets))
+    if (!PyArg_ParseTuple(place, "OO!OOKKLLLp", &headers, &PyList_Type, &owners, &acquire, &release, &calls, &buffer,
+                          &number, &row_bytes, &record_bytes, &with_buckets))
         return -1;
-    SET(recorder, recorder);
-    SET(buffer, buffer);
-    SET(number, number);
+    SET(headers, headers);
+    SET(owners, owners);
     SET(acquire, acquire);
     SET(release, release);
-    self->row_bytes = row_bytes, self->record_bytes = record_bytes, self->with_buckets = with_buckets;
+    self->calls = (Header *)(uintptr_t)calls, self->buffer = (Header *)(uintptr_t)buffer;
+    self->number = number, self->row_bytes = row_bytes, self->record_bytes = record_bytes;
+    self->with_buckets = with_buckets;
     self->thread = PyThread_get_thread_ident();
     return 0;
 }
@@ -313,26 +321,11 @@ static PyObject *Lane_describe(Lane *self, PyObject *args) {
 
 /* Where a record goes. References of its own: while the GIL is released, another thread may close the lane. */
 typedef struct {
-    PyObject *recorder, *buffer, *number, *release;
-    int64_t row_bytes, record_bytes;
+    PyObject *headers, *owners, *release;
+    Header *calls, *buffer;
+    int64_t number, row_bytes, record_bytes;
     int with_buckets;
 } Place;
-
-/* The next record of the buffer, after the lock was taken: 1, 0 if there is none, or -1 with an exception. */
-static int take(const Place *place, int64_t *record, char **row) {
-    const long long used = as_number(PyObject_GetAttr(place->buffer, names.used));
-    const long long records = as_number(PyObject_GetAttr(place->buffer, names.records));
-    const long long address = as_number(PyObject_GetAttr(place->buffer, names.address));
-    if (PyErr_Occurred()) return -1;
-    if (used >= records) return 0;
-    PyObject *next = PyLong_FromLongLong(used + 1);
-    if (!next) return -1;
-    const int failed = PyObject_SetAttr(place->buffer, names.used, next);
-    Py_DECREF(next);
-    *record = used;
-    *row = (char *)(intptr_t)address + used * place->record_bytes;
-    return failed ? -1 : 1;
-}
 
 static int reduce_large(Lane *lane, const View *read, char *row, int32_t *counts) {
     const long long threads = as_number(PyObject_CallNoArgs(lane->threads));
@@ -357,72 +350,57 @@ static int reduce_large(Lane *lane, const View *read, char *row, int32_t *counts
     return failed;
 }
 
-static PyObject *append(const Place *place, PyObject *site, int64_t record, PyObject *owner) {
-    PyObject *first = PyLong_FromLongLong(record), *last = PyLong_FromLongLong(record + 1);
-    PyObject *span = first && last ? PyTuple_Pack(3, place->number, first, last) : NULL;
-    PyObject *call = span ? PyTuple_Pack(2, site, span) : NULL;
-    PyObject *calls = PyObject_GetAttr(place->recorder, names.calls);
-    PyObject *owners = PyObject_GetAttr(place->recorder, names.owners);
-    PyObject *position = calls ? PyLong_FromSsize_t(PyList_Size(calls)) : NULL;
-    const int failed =
-        !call || !position || !owners || PyDict_SetItem(owners, position, owner) || PyList_Append(calls, call);
-    Py_XDECREF(first);
-    Py_XDECREF(last);
-    Py_XDECREF(call);
-    Py_XDECREF(calls);
-    Py_XDECREF(owners);
-    Py_XDECREF(position);
-    if (failed) Py_CLEAR(span);
-    return span;
+/* As Calls.append: 0, or -1 with an exception. */
+static int append(const Place *place, int64_t site, int64_t record, PyObject *owner) {
+    if (PyList_Append(place->owners, owner)) return -1;
+    int64_t *row = (int64_t *)(intptr_t)place->calls->address + 4 * place->calls->used++;
+    row[0] = site, row[1] = place->number, row[2] = record, row[3] = record + 1;
+    return 0;
 }
 
-static int record_into(Lane *lane, const Place *place, const View *read, PyObject *site, PyObject *owner,
-                       PyObject **span) {
-    int64_t number;
-    char *row;
-    const int taken = take(place, &number, &row);
-    if (taken <= 0) return taken;
+static int record_into(Lane *lane, const Place *place, const View *read, int64_t site, PyObject *owner,
+                       int64_t *record) {
+    Header *buffer = place->buffer;
+    if (buffer->used >= buffer->room || place->calls->used >= place->calls->room) return 0;
+    *record = buffer->used++;
+    char *row = (char *)(intptr_t)buffer->address + *record * place->record_bytes;
     int32_t *counts = place->with_buckets ? (int32_t *)(row + place->row_bytes) : NULL;
     const int failed = read->size >= LARGE
                            ? reduce_large(lane, read, row, counts)
                            : lane->reduce(read->data, read->size, read->dtype, (double *)row, counts, 1);
     if (failed && !PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "the kernel refused its arguments");
-    *span = failed ? NULL : append(place, site, number, owner);
-    return *span ? 1 : -1;
+    return failed || append(place, site, *record, owner) ? -1 : 1;
 }
 
-/* As Recorder.record for a plain tensor: 1 and the span, 0 if it has to be done in Python, or -1. `open` is the forward
+/* As Recorder.record for a plain tensor: 1 and the record, 0 if it has to be done in Python, or -1. `open` is the forward
  * or the context of the backward that the caller reads for: another thread may have closed the lane since. */
-static int record(Lane *lane, PyObject *open, const View *read, PyObject *site, PyObject *owner, PyObject **span) {
+static int record_tensor(Lane *lane, PyObject *open, const View *read, PyObject *site, PyObject *owner,
+                         int64_t *record) {
     if (lane->forward != open && lane->backward_context != open) return 0;
+    const long long number = PyLong_AsLongLong(site);
+    if (number == -1 && PyErr_Occurred()) return -1;
     const int is_free = ask(lane->acquire, Py_False); /* a lock's method: no Python runs in it */
     if (is_free <= 0) return is_free;
-    const Place place = {Py_NewRef(lane->recorder), Py_NewRef(lane->buffer), Py_NewRef(lane->number),
-                         Py_NewRef(lane->release),  lane->row_bytes,         lane->record_bytes,
-                         lane->with_buckets};
-    int done = record_into(lane, &place, read, site, owner, span);
+    const Place place = {Py_NewRef(lane->headers), Py_NewRef(lane->owners), Py_NewRef(lane->release),
+                         lane->calls,              lane->buffer,            lane->number,
+                         lane->row_bytes,          lane->record_bytes,      lane->with_buckets};
+    int done = record_into(lane, &place, read, number, owner, record);
     PyObject *type, *error, *trace;
     PyErr_Fetch(&type, &error, &trace);
     PyObject *released = PyObject_CallNoArgs(place.release);
     if (!released) done = -1;
     if (type) PyErr_Restore(type, error, trace);
     Py_XDECREF(released);
-    Py_DECREF(place.recorder);
-    Py_DECREF(place.buffer);
-    Py_DECREF(place.number);
+    Py_DECREF(place.headers);
+    Py_DECREF(place.owners);
     Py_DECREF(place.release);
     return done;
 }
 
-/* Whether nobody else wants what is recorded, and no profiler wants labels: 1, 0, or -1 with an exception. Called
- * first, when the lane is known to be open. */
+/* Whether this is the thread that the lane was opened in, and no profiler wants labels: 1, 0, or -1 with an exception.
+ * Called first, when the lane is known to be open. */
 static int is_ordinary(Lane *lane) {
     if (lane->thread != PyThread_get_thread_ident()) return 0;
-    PyObject *recorder = Py_NewRef(lane->recorder);
-    int fits = is_none(PyObject_GetAttr(recorder, names.metrics));
-    if (fits > 0) fits = is_none(PyObject_GetAttr(recorder, names.checksums));
-    Py_DECREF(recorder);
-    if (fits <= 0) return fits;
     const int profiled = is_true(PyObject_CallNoArgs(lane->is_profiled));
     return profiled < 0 ? -1 : !profiled;
 }
@@ -444,11 +422,13 @@ static void report_failure(Lane *lane, PyObject *hook) {
 
 typedef struct {
     PyObject_HEAD
-    PyObject *lane, *observer, *step, *sites, *passes, *failure;
+    PyObject *lane, *observer, *step, *failure;
+    PyObject *site, *pass;    /* the only ones, as long as there are no lists */
+    PyObject *sites, *passes; /* lists, made when Python asks for them */
     char fired, is_view;
 } GradientHook;
 
-#define EACH_OF_GRADIENT(DO) DO(lane) DO(observer) DO(step) DO(sites) DO(passes) DO(failure)
+#define EACH_OF_GRADIENT(DO) DO(lane) DO(observer) DO(step) DO(failure) DO(site) DO(pass) DO(sites) DO(passes)
 
 static int GradientHook_traverse(GradientHook *self, visitproc visit, void *arg) {
     Py_VISIT(Py_TYPE((PyObject *)self));
@@ -470,32 +450,60 @@ static void GradientHook_dealloc(GradientHook *self) {
 static PyMemberDef GradientHook_members[] = {
     {"observer", T_OBJECT_EX, offsetof(GradientHook, observer), 0, NULL},
     {"step", T_OBJECT_EX, offsetof(GradientHook, step), 0, NULL},
-    {"sites", T_OBJECT_EX, offsetof(GradientHook, sites), 0, NULL},
-    {"passes", T_OBJECT_EX, offsetof(GradientHook, passes), 0, NULL},
     {"failure", T_OBJECT_EX, offsetof(GradientHook, failure), 0, NULL},
     {"fired", T_BOOL, offsetof(GradientHook, fired), 0, NULL},
     {"is_view", T_BOOL, offsetof(GradientHook, is_view), 0, NULL},
     {NULL},
 };
 
+/* The list with the one object, made when it is first asked for. */
+static PyObject *as_list(PyObject **list, PyObject *only) {
+    if (!*list && only) {
+        if (!(*list = PyList_New(1))) return NULL;
+        PyList_SetItem(*list, 0, Py_NewRef(only));
+    }
+    if (!*list) PyErr_SetString(PyExc_AttributeError, "this hook was cleared");
+    return Py_XNewRef(*list);
+}
+
+static PyObject *GradientHook_sites(GradientHook *self, void *Py_UNUSED(closure)) {
+    return as_list(&self->sites, self->site);
+}
+
+static PyObject *GradientHook_passes(GradientHook *self, void *Py_UNUSED(closure)) {
+    return as_list(&self->passes, self->pass);
+}
+
+static PyGetSetDef GradientHook_getset[] = {
+    {"sites", (getter)GradientHook_sites, NULL, NULL, NULL},
+    {"passes", (getter)GradientHook_passes, NULL, NULL, NULL},
+    {NULL},
+};
+
+/* Whether a list, if there is one, still has just one object, and which. Borrowed; NULL if there are others. */
+static PyObject *only_one(PyObject *list, PyObject *only) {
+    if (!list) return only;
+    return PyList_Size(list) == 1 ? PyList_GetItem(list, 0) : NULL;
+}
+
 /* 1 if the gradient was read, 0 if it has to be read in Python, -1 with an exception. */
 static int read_gradient(Lane *lane, GradientHook *self, PyObject *gradient) {
     View read;
-    PyObject *span = NULL;
+    int64_t number;
     if (!lane->backward_context || self->step != lane->backward_context) return 0;
-    if (PyList_Size(self->passes) != 1 || PyList_GetItem(self->passes, 0) != lane->reached) return 0;
-    if (PyList_Size(self->sites) != 1) return 0;
+    PyObject *pass = only_one(self->passes, self->pass), *site = only_one(self->sites, self->site);
+    if (!site || !pass || pass != lane->reached) return 0;
     /* References of its own: what is called below may run Python, and another thread may close the lane. */
-    PyObject *running = Py_NewRef(lane->running), *site = Py_NewRef(PyList_GetItem(self->sites, 0));
+    PyObject *running = Py_NewRef(lane->running);
+    Py_INCREF(site);
     int fits = is_ordinary(lane);
     if (fits > 0) fits = view(lane, gradient, &read);
     if (fits > 0) {
         self->fired = 1;
-        fits = record(lane, self->step, &read, site, running, &span);
+        fits = record_tensor(lane, self->step, &read, site, running, &number);
     }
     Py_DECREF(running);
     Py_DECREF(site);
-    Py_XDECREF(span);
     return fits;
 }
 
@@ -523,7 +531,8 @@ static PyObject *GradientHook_call(GradientHook *self, PyObject *args, PyObject 
 
 static PyType_Slot GradientHook_slots[] = {
     {Py_tp_traverse, GradientHook_traverse}, {Py_tp_clear, GradientHook_clear}, {Py_tp_dealloc, GradientHook_dealloc},
-    {Py_tp_members, GradientHook_members},   {Py_tp_call, GradientHook_call},   {0, NULL},
+    {Py_tp_members, GradientHook_members},   {Py_tp_call, GradientHook_call},   {Py_tp_getset, GradientHook_getset},
+    {0, NULL},
 };
 static PyType_Spec GradientHook_spec = {
     "tbhooks.capture.hooks._eager_hooks.EagerGradientHook", sizeof(GradientHook), 0,
@@ -545,11 +554,8 @@ static GradientHook *hook_gradient(Lane *lane, const Open *open, PyObject *tenso
     hook->step = Py_NewRef(open->context);
     hook->failure = Py_NewRef(names.nothing);
     hook->is_view = (char)is_view;
-    hook->sites = PyList_New(1);
-    hook->passes = PyList_New(1);
-    if (!hook->failure || !hook->sites || !hook->passes) goto failed;
-    PyList_SetItem(hook->sites, 0, Py_NewRef(site));
-    PyList_SetItem(hook->passes, 0, Py_NewRef(open->forward));
+    hook->site = Py_NewRef(site);
+    hook->pass = Py_NewRef(open->forward);
     if (hooks != Py_None) {
         if (PyObject_SetItem(hooks, lane->key, (PyObject *)hook)) goto failed;
     } else {
@@ -664,13 +670,15 @@ typedef struct {
 
 /* Whether the gradient can be hooked here: 1 (with `grad_fn` set if it is to be hooked at all), 0, or -1. */
 static int look_at_grad(Lane *lane, ForwardHook *self, PyObject *tensor, Grad *grad) {
-    int is = self->gradient_site == Py_None ? 0 : has(tensor, names.requires_grad);
-    if (is <= 0) return is < 0 ? -1 : 1;
-    if ((is = has(tensor, names.is_leaf))) return is < 0 ? -1 : 0;
+    int is;
+    if (self->gradient_site == Py_None) return 1;
     /* If the base of a view was changed in place, torch makes a new grad_fn when it is read: before the hook. */
     if ((grad->is_view = ask(lane->is_view, tensor)) < 0) return -1;
     if (!(grad->grad_fn = PyObject_GetAttr(tensor, names.grad_fn))) return -1;
-    if (grad->grad_fn == Py_None) return 0;
+    if (grad->grad_fn == Py_None) { /* nothing to hook, or a leaf */
+        Py_CLEAR(grad->grad_fn);
+        return (is = has(tensor, names.requires_grad)) < 0 ? -1 : !is;
+    }
     if (!(grad->hooks = PyObject_GetAttr(tensor, names.backward_hooks))) return -1;
     if (grad->hooks == Py_None) return 1;
     is = PySequence_Contains(grad->hooks, lane->key);
@@ -699,9 +707,13 @@ static int count_units(Lane *lane, ForwardHook *self, PyObject *tensor, PyObject
 
 static int read_tensor(Lane *lane, const Open *open, ForwardHook *self, PyObject *tensor, PyObject *id,
                        PyObject *version, Grad *grad, const View *read) {
-    PyObject *span = NULL, *site = Py_NewRef(self->site);
-    int done = record(lane, open->forward, read, site, open->forward, &span);
+    int64_t number = 0;
+    const long long buffer = lane->number;
+    PyObject *site = Py_NewRef(self->site), *span = NULL;
+    int done = record_tensor(lane, open->forward, read, site, open->forward, &number);
     Py_DECREF(site);
+    if (done > 0 && !(span = Py_BuildValue("(LLL)", buffer, (long long)number, (long long)number + 1)))
+        done = -1;
     if (done > 0 && PySet_Add(open->called, self->path)) done = -1;
     if (done > 0 && self->units != Py_None && count_units(lane, self, tensor, open->forward, read)) done = -1;
     GradientHook *hook = NULL;
@@ -720,7 +732,6 @@ static int read_open(Lane *lane, const Open *open, ForwardHook *self, PyObject *
     Grad grad = {NULL, NULL, 0};
     int fits = is_continued(lane, open);
     if (fits > 0) fits = view(lane, tensor, &read);
-    if (fits > 0) fits = (fits = ask(lane->is_inference, tensor)) < 0 ? -1 : !fits;
     if (fits > 0 && PyDict_Size(lane->unseen) > 0)
         fits = (fits = PyDict_Contains(lane->unseen, self->path)) < 0 ? -1 : !fits;
     if (fits <= 0) return fits;
@@ -730,8 +741,13 @@ static int read_open(Lane *lane, const Open *open, ForwardHook *self, PyObject *
         Py_DECREF(numbers);
         if (self->site == Py_None) return 0;
     }
-    PyObject *id = PyLong_FromVoidPtr(tensor), *version = PyObject_GetAttr(tensor, names.version);
-    fits = id && version ? is_recent(open, id, tensor, version) : -1;
+    PyObject *version = PyObject_GetAttr(tensor, names.version);
+    if (!version) { /* a tensor of inference mode has none */
+        PyErr_Clear();
+        return 0;
+    }
+    PyObject *id = PyLong_FromVoidPtr(tensor);
+    fits = id ? is_recent(open, id, tensor, version) : -1;
     fits = fits < 0 ? -1 : !fits;
     if (fits > 0) fits = look_at_grad(lane, self, tensor, &grad);
     if (fits > 0) fits = read_tensor(lane, open, self, tensor, id, version, &grad, &read);
@@ -847,17 +863,16 @@ PyMODINIT_FUNC PyInit__eager_hooks(void) {
         PyObject **kept;
         const char *text;
     } texts[] = {
-        {&names.site_numbers, "site_numbers"}, {&names.nothing, ""}, {&names.used, "used"}, {&names.records, "records"}, {&names.address, "_address"}, {&names.calls, "calls"},
-        {&names.owners, "_owners"}, {&names.metrics, "metrics"}, {&names.checksums, "checksums"},
+        {&names.site_numbers, "site_numbers"}, {&names.nothing, ""}, 
         {&names.training, "training"}, {&names.evaluates, "evaluates"}, {&names.requires_grad, "requires_grad"},
-        {&names.is_leaf, "is_leaf"}, {&names.grad_fn, "grad_fn"}, {&names.backward_hooks, "_backward_hooks"},
+        {&names.grad_fn, "grad_fn"}, {&names.backward_hooks, "_backward_hooks"},
         {&names.register_hook_dict, "_register_hook_dict"}, {&names.version, "_version"}, {&names.hooked, "hooked"},
         {&names.busy_thread, "_busy_thread"}, {&names.modules, "_modules"}, {&names.parameters, "_parameters"},
     };
     for (size_t i = 0; i < sizeof texts / sizeof *texts; i++)
         if (!(*texts[i].kept = PyUnicode_InternFromString(texts[i].text))) return NULL;
     PyObject *module = PyModule_Create(&definition);
-    if (!module || PyModule_AddIntConstant(module, "ABI", 1) || add_type(module, "Lane", &Lane_spec, NULL) ||
+    if (!module || PyModule_AddIntConstant(module, "ABI", 2) || add_type(module, "Lane", &Lane_spec, NULL) ||
         add_type(module, "EagerGradientHook", &GradientHook_spec, &gradient_hook_type) ||
         add_type(module, "EagerForwardHook", &ForwardHook_spec, NULL)) {
         Py_XDECREF(module);

@@ -55,7 +55,7 @@ else:
 __all__ = ["UNREADABLE", "EagerGradientHook", "EagerHook", "EagerLane", "describe_all"]
 
 # Incremented when eager_hooks.c and this file change together: an extension left over from another version is not used.
-ABI = 1
+ABI = 2
 UNREADABLE = -1
 _EXCHANGE = getattr(Tensor, "__dlpack_c_exchange_api__", None)
 
@@ -91,7 +91,7 @@ def _make_lane() -> Lane | None:
     lane.count_modes, lane.is_profiled = autograd.count_dispatch_modes, autograd.is_profiled
     lane.threads = torch.get_num_threads
     lane.is_neg, lane.storage_offset = Tensor.is_neg, Tensor.storage_offset
-    lane.is_inference, lane.is_view = Tensor.is_inference, Tensor._is_view
+    lane.is_view = Tensor._is_view
     # Negative: torch never gives out such a key.
     lane.key = -1 - RemovableHandle(OrderedDict()).id
     return lane

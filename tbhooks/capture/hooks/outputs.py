@@ -18,7 +18,7 @@ from tbhooks.capture.hooks.gradients import GradientReader
 from tbhooks.capture.hooks.hook_types import ForwardHook, is_hooked
 from tbhooks.capture.hooks.passes import Pass
 from tbhooks.capture.hooks.step_context import StepContext
-from tbhooks.capture.recording.packed_step import Span
+from tbhooks.capture.recording.calls import Span
 from tbhooks.capture.recording.recorder import NO_SITE, Recorder, can_be_one_of_many
 from tbhooks.capture.scalars.metrics import PAIR, compared
 from tbhooks.data.frame import Site

@@ -16,7 +16,7 @@ from tbhooks.capture.autograd import NO_BACKWARD
 from tbhooks.capture.compile.dynamo import is_compiled
 from tbhooks.capture.hooks.hook_types import ForwardHook, GradientHook
 from tbhooks.capture.hooks.passes import Backward, Pass
-from tbhooks.capture.recording.packed_step import Span
+from tbhooks.capture.recording.calls import Span
 from tbhooks.data.frame import ROOT, Site
 from tbhooks.data.self_report import Report
 

@@ -72,6 +72,8 @@ class ParameterReader:
         self._snapshots = WeightSnapshots()
         self._sites: dict[tuple[str, str], int] = {}
         self._sample_sizes: dict[frozenset[int], int] = {}
+        # Whether the running backward leaves gradients that can be read at its end.
+        self._reads_norm = False
         self._plain = PlainParameters(recorder, self._snapshots, self._site, report)
         self._structure_version: int | None = None
         # No reference to a parameter, not even a weak one: torch swaps only parameters without any.
@@ -118,7 +120,8 @@ class ParameterReader:
         """Notes the version of each gradient, so that `backward_ended` knows which ones this backward has changed. A
         backward of another model changes none of them.
         """
-        if self._recorder.wants("weight_gradient") and self._is_readable_in_backward():
+        self._reads_norm = self._recorder.wants("weight_gradient") and self._is_readable_in_backward()
+        if self._reads_norm:
             self._find_parameters()
             self._versions = {key: GradientVersion(weakref.ref(g), g._version) for key, g in self._gradients().items()}
 
@@ -129,7 +132,7 @@ class ParameterReader:
             self.noise.backward_ended(norm, scale)
 
     def _read_norm(self, scale: Tensor | None) -> Tensor | None:
-        if not self._recorder.wants("weight_gradient") or not self._is_readable_in_backward():
+        if not self._reads_norm:
             return None
         self._find_parameters()
         gradients, versions = self._gradients(), self._versions

@@ -6,11 +6,13 @@ from a device to the host.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from tbhooks.capture.recording.calls import ADDRESS, ROOM, USED
 from tbhooks.capture.recording.host_memory import FEWEST
 from tbhooks.capture.recording.packed_step import Attached, Copy
 from tbhooks.data import stats
@@ -44,11 +46,12 @@ class Buffer:
         count_bytes = -(-histogram.SLOTS * 4 // unit) * unit if with_buckets else 0
         self.row_bytes, self.record_bytes = row_bytes, row_bytes + count_bytes
         self._chunks: list[Tensor] = []
-        self._address = NULL
         self._rows: list[Tensor] = []
         self._counts: list[Tensor] = []
-        self.records = 0
-        self.used = 0
+        self.header = array("q", [0, 0, NULL])
+        """How many records are used, how many there are, and the address that the first would have if all were where
+        the next one is. Hooks in C take records from it (eager_hooks.c). Its own address never changes.
+        """
         self.overflowed = False
         self.unfinished = Unfinished()
         self.order = StreamOrder(device)
@@ -57,23 +60,33 @@ class Buffer:
         self._attached_bytes = 0
         self._grow(max(capacity, FEWEST))
 
+    @property
+    def used(self) -> int:
+        """How many records are used."""
+        return self.header[USED]
+
     def take(self) -> int | None:
         """The number of an unused record; None if a step has made more calls than may be held."""
-        if self.used >= self.records:
-            room = MOST_BYTES // self.record_bytes - self.used
+        used = self.header[USED]
+        if used >= self.header[ROOM]:
+            room = MOST_BYTES // self.record_bytes - used
             if room <= 0:
                 self.overflowed = True
                 return None
-            self._grow(min(max(self.used, FEWEST), room))
-        self.used += 1
-        return self.used - 1
+            self._grow(min(max(used, FEWEST), room))
+        self.header[USED] = used + 1
+        return used
 
     def take_together(self, number: int) -> int | None:
-        """The first of so many unused records that lie one after the other; None if there are not so many."""
-        if self.used + number > self.records:
-            return None
-        self.used += number
-        return self.used - number
+        """The first of so many unused records that lie one after the other; None if a step may not hold so many."""
+        used = self.header[USED]
+        if used + number > self.header[ROOM]:  # in a new chunk: what is left of the last one stays unused
+            used = self.header[ROOM]
+            if (used + number) * self.record_bytes > MOST_BYTES:
+                return None
+            self._grow(max(number, min(used, MOST_BYTES // self.record_bytes - used)))
+        self.header[USED] = used + number
+        return used
 
     def row(self, record: int) -> Tensor:
         if record >= len(self._rows):
@@ -87,7 +100,7 @@ class Buffer:
 
     def addresses(self, record: int) -> tuple[Address, Address]:
         """The addresses of the row and of the counts of the record that was taken last, on a CPU."""
-        row = self._address + record * self.record_bytes
+        row = self.header[ADDRESS] + record * self.record_bytes
         return row, row + self.row_bytes if self.with_buckets else NULL
 
     def attach(self, number: int, tensor: Tensor, is_own: bool = False) -> Attached:
@@ -123,13 +136,13 @@ class Buffer:
 
     def reset(self) -> None:
         """Makes all records unused, in one chunk that fits what the last step needed."""
-        needed = self.records
         if len(self._chunks) > 1:
-            self._chunks, self._rows, self._counts, self.records, self.used = [], [], [], 0, 0
+            needed, self.header[ROOM], self.header[USED] = self.header[ROOM], 0, 0
+            self._chunks, self._rows, self._counts = [], [], []
             self._grow(needed)
         elif self.with_buckets:
             self._chunks[0][: self.used].zero_()
-        self.used, self.overflowed = 0, False
+        self.header[USED], self.overflowed = 0, False
         self.unfinished.forget()
         self.scratch.forget()
         self._attached, self._attached_bytes = [], 0
@@ -140,8 +153,8 @@ class Buffer:
             chunk = self._like.new_zeros((records, self.record_bytes), dtype=torch.uint8)
         self._chunks.append(chunk)
         # The address that record 0 would have if all were in this chunk: those taken from now on are.
-        self._address = chunk.data_ptr() - self.records * self.record_bytes
-        self.records += records
+        self.header[ADDRESS] = chunk.data_ptr() - self.header[ROOM] * self.record_bytes
+        self.header[ROOM] += records
         self.order.made()
 
     def _make_views(self) -> None:

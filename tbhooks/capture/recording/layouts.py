@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from tbhooks.capture.recording.calls import CallTable
 from tbhooks.capture.recording.step_table import PARAMETER_KINDS, UNKNOWN_SHARD, UNSHARDED, Integers
 from tbhooks.data.sites import Positions, Site, Sites
 
@@ -20,10 +21,6 @@ Number = TypeVar("Number", bound=np.generic)
 Key = TypeVar("Key")
 Made = TypeVar("Made")
 Array = TypeVar("Array", bound=NDArray[np.generic])
-Span = tuple[int, int, int]
-"""The records of one reduced tensor: buffer number, first record, one past the last."""
-Calls = list[tuple[int, Span]]
-"""The number of a site, and its records, in the order in which they were made."""
 Shards = list[tuple[Site, tuple[int, int]]]
 
 # A loop alternates between a few lists of calls: training, evaluation, with and without some branch.
@@ -35,11 +32,15 @@ _NARROW = 64
 class Layout:
     """How the records of a step become the rows of a table."""
 
-    def __init__(self, calls: Calls, sites: Sequence[Site], shards: Shards) -> None:
-        order = {number: i for i, number in enumerate(dict.fromkeys(number for number, _ in calls))}
+    def __init__(self, calls: CallTable, sites: Sequence[Site], shards: Shards) -> None:
+        numbers, buffers, starts, stops = calls.T
+        order = {number: i for i, number in enumerate(dict.fromkeys(numbers.tolist()))}
         self.sites = Sites(sites[number] for number in order)
-        records = [(order[site], number, i) for site, (number, start, stop) in calls for i in range(start, stop)]
-        self.owner, buffer, record = np.array(records, dtype=np.intp).reshape(-1, 3).T.copy()
+        lengths = stops - starts
+        rows = np.array([order[number] for number in numbers.tolist()], dtype=np.intp)
+        before = np.cumsum(lengths) - lengths
+        self.owner = np.repeat(rows, lengths)
+        buffer, record = np.repeat(buffers, lengths), np.arange(lengths.sum()) + np.repeat(starts - before, lengths)
         """For each record the row it is merged into."""
         self.is_one_each = np.array_equal(self.owner, np.arange(len(self.sites)))
         self._record, self._runs = record, _runs(buffer, record)
@@ -110,18 +111,18 @@ class _Kept(threading.local):
     """What was made last in this thread, newest first."""
 
     def __init__(self) -> None:
-        self.layouts: list[tuple[tuple[Calls, Sequence[Site], Shards], Layout]] = []
+        self.layouts: list[tuple[tuple[bytes, Sequence[Site], Shards], Layout]] = []
         self.sites: list[tuple[tuple[Site, ...], Sites]] = []
 
 
 _kept = _Kept()
 
 
-def layout(calls: Calls, sites: Sequence[Site], shards: Mapping[Site, tuple[int, int]]) -> Layout:
+def layout(calls: CallTable, sites: Sequence[Site], shards: Mapping[Site, tuple[int, int]]) -> Layout:
     """The layout of these calls; the same object as in an earlier step if nothing has changed."""
-    key = (calls[:], sites[:], list(shards.items()))
+    key = (calls.tobytes(), sites[:], list(shards.items()))
     found = _recent(_kept.layouts, key)
-    return _keep(_kept.layouts, key, Layout(*key) if found is None else found)
+    return _keep(_kept.layouts, key, Layout(calls, *key[1:]) if found is None else found)
 
 
 def shared_sites(sites: Sequence[Site]) -> Sites:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tbhooks.capture.recording import layouts
+from tbhooks.capture.recording.calls import CallTable, empty_table
 from tbhooks.capture.recording.step_table import MergedStep, StepTable
 from tbhooks.data import checksums, ranks, stats
 from tbhooks.data.artifacts import Artifact, vectors
@@ -37,12 +38,8 @@ from tbhooks.data.frame import (
 from tbhooks.reduction import finalize
 from tbhooks.reduction.pinned import HostCopy
 
-Span = layouts.Span
 Scalars = dict[str, tuple[int, int, int] | float]
 """Scalars by tag: the value if it is known, or the buffer, record and column of the copy that hold it."""
-
-# The size of one of `calls`: a tuple in a tuple in a list, with three integers.
-_CALL_BYTES = 200
 
 
 @dataclass(frozen=True)
@@ -123,7 +120,7 @@ class PackedStep:
     kinds: frozenset[str]
     with_buckets: bool
     copies: dict[int, Copy]
-    calls: list[tuple[int, Span]]
+    calls: CallTable
     scalars: Scalars
     earlier: dict[int, Scalars]
     shards: Mapping[Site, tuple[int, int]] = field(default_factory=dict)
@@ -142,13 +139,13 @@ class PackedStep:
     @property
     def nbytes(self) -> int:
         """About how much host memory it holds until it is written: the copied records and its lists."""
-        return sum(copy.copied.nbytes for copy in self.copies.values()) + _CALL_BYTES * len(self.calls)
+        return sum(copy.copied.nbytes for copy in self.copies.values()) + self.calls.nbytes
 
     def without_numbers(self) -> PackedStep | None:
         """The step without its numbers: other ranks still have to be answered. None if there are none."""
         if self.merge is None:
             return None
-        return replace(self, copies={}, calls=[], scalars={}, earlier={}, artifact_builders=(), parts=())
+        return replace(self, copies={}, calls=empty_table(), scalars={}, earlier={}, artifact_builders=(), parts=())
 
     def frames(self) -> list[Frame]:
         """The frame of the step, after frames with late scalars of earlier steps."""

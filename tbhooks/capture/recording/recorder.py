@@ -6,7 +6,6 @@ work: records are merged on the host (packed_step.py).
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from collections.abc import Iterable, Sequence, Set
@@ -20,8 +19,9 @@ from torch import Tensor
 
 from tbhooks.capture import sharded_tensors
 from tbhooks.capture.recording import reducers
+from tbhooks.capture.recording.calls import Calls, Span, empty_table
 from tbhooks.capture.recording.device_buffer import Buffer, copy_out
-from tbhooks.capture.recording.packed_step import ArtifactBuilder, Attached, PackedStep, Scalars, Span, TablePart
+from tbhooks.capture.recording.packed_step import ArtifactBuilder, Attached, PackedStep, Scalars, TablePart
 from tbhooks.capture.scalars.checksums import StepChecksums
 from tbhooks.capture.scalars.metrics import StepMetrics
 from tbhooks.data import stats
@@ -67,9 +67,7 @@ class Recorder:
         self._numbers: dict[Site, int] = {}
         self._buffers: list[Buffer] = []
         self._number: dict[tuple[torch.device, bool], int] = {}
-        self.calls: list[tuple[int, Span]] = []
-        # By the position in `calls`: the forward or backward that the record belongs to.
-        self._owners: dict[int, object] = {}
+        self.calls = Calls()
         self.shards: dict[Site, tuple[int, int]] = {}
         """Of tensors that are sharded over ranks, which shard is on this rank, and of how many."""
         self._sampled: dict[Site, int] = {}
@@ -97,10 +95,10 @@ class Recorder:
         if site.kind not in self.kinds and READ_FOR.get(site.kind) not in self.kinds:
             return NO_SITE
         with self._lock:
-            if site not in self._numbers:
+            number = self._numbers.setdefault(site, len(self.sites))
+            if number == len(self.sites):
                 self.sites.append(replace(site, kind=self._prefix + site.kind) if self._prefix else site)
-                self._numbers[site] = len(self.sites) - 1
-            return self._numbers[site]
+            return number
 
     def begin(self, with_buckets: bool) -> None:
         """Starts an empty step."""
@@ -111,8 +109,9 @@ class Recorder:
     def restart(self) -> None:
         """Forgets what was recorded so far; waits for a tensor that is being read in another thread."""
         with self._lock:
-            self.calls, self._scalars, self._earlier, self._artifact_builders = [], {}, {}, []
-            self._owners, self._sampled, self._parts = {}, {}, []
+            self.calls.clear()
+            self._scalars, self._earlier, self._artifact_builders = {}, {}, []
+            self._sampled, self._parts = {}, []
             for of_step in (self.metrics, self.checksums):
                 if of_step is not None:
                     of_step.forget()
@@ -134,9 +133,7 @@ class Recorder:
             if span is not None:
                 if self.checksums is not None:
                     self._read_bits(span, tensor)
-                if owner is not None:
-                    self._owners[len(self.calls)] = owner
-                self.calls.append((site, span))
+                self.calls.append(site, span, owner)
         return span
 
     def _read_bits(self, span: Span, tensor: Tensor | None) -> None:
@@ -174,10 +171,9 @@ class Recorder:
                 if record is None:
                     break
                 jobs.append(cpu.job(tensor, *buffer.addresses(record), minus, copy))
-                self.calls.append((site, (number, record, record + 1)))
+                self.calls.append(site, (number, record, record + 1))
+                self._read_bits((number, record, record + 1), tensor)
             cpu.reduce_all(jobs)
-            for (_, tensor, _, _), (_, span) in zip(wanted, self.calls[len(self.calls) - len(jobs) :], strict=False):
-                self._read_bits(span, tensor)
         return len(jobs) == len(wanted)
 
     def record_described(
@@ -200,8 +196,7 @@ class Recorder:
             if counts != NULL:
                 jobs[:, 6] = counts + steps
             cpu.reduce_table(jobs)
-            spans = zip(itertools.repeat(number), range(first, first + size), range(first + 1, first + size + 1))
-            self.calls += zip(sites, spans, strict=False)
+            self.calls.extend(sites, number, first)
         return True
 
     def record_together(self, wanted: Sequence[batched.Wanted]) -> None:
@@ -221,7 +216,7 @@ class Recorder:
                 if buffer.with_buckets:
                     batched.count(made, [buffer.counts(record) for record in records])
                 for (site, tensor, _, _), record in zip(group, records, strict=True):
-                    self.calls.append((site, (number, record, record + 1)))
+                    self.calls.append(site, (number, record, record + 1))
                     self._read_bits((number, record, record + 1), tensor)
 
     def _record_by_triton(self, wanted: Sequence[batched.Wanted]) -> list[batched.Wanted]:
@@ -238,7 +233,7 @@ class Recorder:
             if record is None:
                 break
             jobs.setdefault(number, []).append(reducers.triton_job(tensor, before, scale, buffer.addresses(record)))
-            self.calls.append((site, (number, record, record + 1)))
+            self.calls.append(site, (number, record, record + 1))
             self._read_bits((number, record, record + 1), tensor)
         for number, of_device in jobs.items():
             self._buffers[number].scratch.reduce_all(of_device)
@@ -259,7 +254,7 @@ class Recorder:
             for one, other in torch_rows.parts_to_subtract(after, before, reducers.part_length(after)):
                 span = self._record_dense(torch_rows.difference(one, other), None)
                 if span is not None:
-                    self.calls.append((site, span))
+                    self.calls.append(site, span)
                     self._read_bits(span, one if whole is None else None)
             if whole is not None:
                 self._sampled[self.sites[site]] = whole
@@ -274,19 +269,14 @@ class Recorder:
     def share(self, site: int, span: Span, owner: object = None) -> None:
         """Gives a site what was already reduced for another."""
         with self._lock:
-            if owner is not None:
-                self._owners[len(self.calls)] = owner
-            self.calls.append((site, span))
+            self.calls.append(site, span, owner)
 
     def drop(self, owners: Set[object]) -> bool:
         """Removes the records of these owners. Returns whether there were any."""
         if not owners:
             return False
         with self._lock:
-            kept = [i for i in range(len(self.calls)) if self._owners.get(i) not in owners]
-            found = len(kept) < len(self.calls)
-            self._owners = {new: self._owners[old] for new, old in enumerate(kept) if old in self._owners}
-            self.calls = [self.calls[i] for i in kept]
+            found = self.calls.drop(owners)
             if self.metrics is not None:
                 self.metrics.drop(owners)
         return found
@@ -294,7 +284,8 @@ class Recorder:
     def keep_scalars_only(self, start: str) -> None:
         """Removes everything but scalars whose tag starts with `start`."""
         with self._lock:
-            self.calls, self._owners, self._artifact_builders, self._parts = [], {}, [], []
+            self.calls.clear()
+            self._artifact_builders, self._parts = [], []
             self._scalars = {tag: value for tag, value in self._scalars.items() if tag.startswith(start)}
             if self.metrics is not None:
                 self.metrics.forget()
@@ -359,18 +350,18 @@ class Recorder:
 
     def scalars_alone(self, step: int, rank: int, scalars: Scalars) -> PackedStep:
         """Scalars that need no copy, for a step that was submitted before they came."""
-        return PackedStep(step, time.time(), rank, [], self._shown, False, {}, [], scalars, {})
+        return PackedStep(step, time.time(), rank, [], self._shown, False, {}, empty_table(), scalars, {})
 
     def pack(self, step: int, rank: int) -> PackedStep:
         """Starts the copy of the step to the host, and begins an empty one."""
         with self._lock:
             of_metrics = None if self.metrics is None else self.metrics.part(self.attach)
-            of_bits = None if self.checksums is None else self.checksums.part(self.sites, self.calls)
+            of_bits = None if self.checksums is None else self.checksums.part(self.sites, list(self.calls))
             self._parts += [part for part in (of_metrics, of_bits) if part is not None]
             copies = {i: copy_out(buffer) for i, buffer in enumerate(self._buffers) if not buffer.is_empty}
             packed = PackedStep(
                 step, time.time(), rank, self.sites[:], self._shown, self.with_buckets,
-                copies, self.calls, self._scalars, self._earlier, dict(self.shards), self._sampled,
+                copies, self.calls.table(), self._scalars, self._earlier, dict(self.shards), self._sampled,
                 artifact_builders=self._artifact_builders, parts=self._parts,
             )  # fmt: skip
             self.restart()
@@ -389,8 +380,10 @@ class Recorder:
         if number is None or not self.reads_rows_only:
             return None
         buffer, lock = self._buffers[number], self._lock
-        sizes = buffer.row_bytes, buffer.record_bytes, buffer.with_buckets
-        return self, buffer, number, lock.acquire, lock.release, *sizes
+        headers = self.calls.header, buffer.header
+        addresses = (header.buffer_info()[0] for header in headers)
+        sizes = number, buffer.row_bytes, buffer.record_bytes, buffer.with_buckets
+        return headers, self.calls.owners, lock.acquire, lock.release, *addresses, *sizes
 
     def _buffer(self, like: Tensor) -> tuple[int, Buffer]:
         """The buffer of a tensor's device."""

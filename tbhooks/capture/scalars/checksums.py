@@ -15,7 +15,8 @@ from torch import Tensor
 
 from tbhooks.capture import sharded_tensors
 from tbhooks.capture.autograd import without_dispatch_modes
-from tbhooks.capture.recording.packed_step import Attached, Read, Span, TablePart
+from tbhooks.capture.recording.calls import Span
+from tbhooks.capture.recording.packed_step import Attached, Read, TablePart
 from tbhooks.capture.recording.step_table import StepTable
 from tbhooks.data import checksums
 from tbhooks.data.frame import Site

@@ -17,8 +17,10 @@ models that return no tensor.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 import zlib
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -93,7 +95,8 @@ class ManualUpdates:
         """
         self.backward_ran |= backward_ran
         self.backward_ever_ran |= self.backward_ran
-        versions, values = _versions(model), _values(model)
+        parameters = list(model.parameters())
+        versions, values = _versions(parameters), _values(parameters)
         why = self._why(model, versions, values) if self._forwards else None
         self._forwards += 1
         self._versions, self._values = versions, values
@@ -143,17 +146,20 @@ class ManualUpdates:
             self._replaced = bool(shared) and all(before[i]() is not now[i] for i in shared)
 
 
-def _versions(model: nn.Module) -> int:
+def _versions(parameters: Sequence[nn.Parameter]) -> int:
     """Returns a number that changes when a parameter is written in place; -1 if the model has lazy parameters."""
-    if any(isinstance(parameter, UninitializedParameter) for parameter in model.parameters()):
+    if any(isinstance(parameter, UninitializedParameter) for parameter in parameters):
         return -1
-    return sum(parameter._version for parameter in model.parameters())
+    return sum(parameter._version for parameter in parameters)
 
 
-def _values(model: nn.Module) -> list[int]:
+def _values(parameters: Sequence[nn.Parameter]) -> list[int]:
     """Returns checksums of a few small weights on the CPU, where reading them needs no sync."""
-    dense = (p for p in model.parameters() if type(p) is nn.Parameter and p.is_cpu and p.layout is torch.strided)
-    small = [p.detach() for p in dense if 0 < p.numel() <= LARGEST_COMPARED and not has_no_data(p)][:MOST_COMPARED]
+    dense = (p for p in parameters if type(p) is nn.Parameter and p.is_cpu and p.layout is torch.strided)
+    small = (p.detach() for p in dense if 0 < p.numel() <= LARGEST_COMPARED and not has_no_data(p))
     with torch.no_grad(), without_dispatch_modes():
         # Clones are read, because a storage that was shared with NumPy cannot be resized any more, and FSDP does that.
-        return [zlib.crc32(weight.flatten().clone().view(torch.uint8).numpy().data) for weight in small]
+        return [
+            zlib.crc32(weight.flatten().clone().view(torch.uint8).numpy().data)
+            for weight in itertools.islice(small, MOST_COMPARED)
+        ]

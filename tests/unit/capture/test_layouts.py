@@ -9,12 +9,12 @@ from tbhooks.capture.recording import layouts
 from tbhooks.data.sites import Site
 
 SITES = [Site(name, "activation") for name in "abc"]
-CALLS = [(2, (0, 0, 1)), (0, (0, 1, 3)), (2, (1, 0, 1)), (1, (0, 5, 6))]
+CALLS = np.array([[2, 0, 0, 1], [0, 0, 1, 3], [2, 1, 0, 1], [1, 0, 5, 6]])
 
 
 def test_the_layout_of_equal_calls_is_the_same_object() -> None:
-    first = layouts.layout(list(CALLS), list(SITES), {})
-    assert layouts.layout(list(CALLS), list(SITES), {}) is first
+    first = layouts.layout(CALLS.copy(), list(SITES), {})
+    assert layouts.layout(CALLS.copy(), list(SITES), {}) is first
     assert layouts.layout(CALLS[:3], SITES, {}) is not first
     assert layouts.layout(CALLS, [*SITES[:2], Site("other", "activation")], {}) is not first
     assert layouts.layout(CALLS, SITES, {SITES[0]: (1, 2)}) is not first
@@ -22,16 +22,16 @@ def test_the_layout_of_equal_calls_is_the_same_object() -> None:
 
 
 def test_calls_that_are_changed_afterwards_are_other_calls() -> None:
-    calls = [(0, (0, 0, 1)), (1, (0, 1, 2))]
+    calls = np.array([[0, 0, 0, 1], [1, 0, 1, 2]])
     first = layouts.layout(calls, SITES, {})
-    calls[1] = (2, (0, 1, 2))
+    calls[1] = 2, 0, 1, 2
     assert layouts.layout(calls, SITES, {}).sites == (SITES[0], SITES[2])
     assert first.sites == (SITES[0], SITES[1])
 
 
 def test_it_keeps_a_few_layouts_only() -> None:
     for number in range(3 * layouts.MOST_KEPT):
-        layouts.layout([(0, (0, number, number + 1))], SITES, {})
+        layouts.layout(np.array([[0, 0, number, number + 1]]), SITES, {})
         layouts.shared_sites([Site(f"{number}", "activation")])
     assert len(layouts._kept.layouts) == len(layouts._kept.sites) == layouts.MOST_KEPT
 
@@ -47,5 +47,5 @@ def test_records_of_several_buffers_are_gathered_in_the_order_of_the_calls(width
     gathered = layout.gather(hosts, width, np.int64)
     assert gathered.dtype == np.int64
     assert np.array_equal(gathered, expected)
-    alone = layouts.layout([call for call in CALLS if call[1][0] == 0], SITES, {}).gather(hosts, width, np.int64)
+    alone = layouts.layout(CALLS[CALLS[:, 1] == 0], SITES, {}).gather(hosts, width, np.int64)
     assert np.array_equal(alone, [expected[i] for i in (0, 1, 2, 4)])

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import tbhooks
+from tbhooks.capture.recording.calls import ROOM
 from tbhooks.cli.bench import cuda_counters, timing
 from tbhooks.reduction import cpu
 
@@ -44,7 +45,7 @@ def allocated(variant: timing.Variant) -> int:
 def held(watching: tbhooks.Watch) -> tuple[int, int]:
     """Returns the bytes of the records of a step, and of the block for copies of weights."""
     block = watching._session.parameters._snapshots._block
-    records = sum(buffer.records * buffer.record_bytes for buffer in watching._session.recorder._buffers)
+    records = sum(buffer.header[ROOM] * buffer.record_bytes for buffer in watching._session.recorder._buffers)
     return records, 0 if block is None else block.nbytes
 
 
