@@ -4,6 +4,10 @@ The variants train the same model in turns, as in overhead.py: bare, watched wit
 recorder of 256 steps, with all norms and with global ones. No step is logged, so that only the recorder is measured.
 Then what `w.checksums()` adds to a logged step: every step is logged, without and with checksums.
 
+A hundredth of a step is less than the spread of whole steps on most machines. So the part of the step in which the
+recorder works, `optimizer.step()`, is also timed alone: bare and with a recorder in turns, with the same gradients. The
+difference is divided by a bare step.
+
 With one thread (the default) the times are CPU times of the training thread, which other load hardly changes. What the
 background thread does is not in them.
 
@@ -16,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -32,7 +37,7 @@ import tbhooks
 from tbhooks.cli.bench import timing
 from tbhooks.cli.bench.timing import NEVER, Monitor, Observe, Timer, Variant
 
-STEPS_A_TURN, FEWEST_ROUNDS = 3, 8
+STEPS_A_TURN, FEWEST_ROUNDS, ROUNDS_ALONE = 3, 8, 15
 
 
 def recorded(detail: str) -> Observe:
@@ -109,6 +114,43 @@ def measure(workload: Workload, seconds: float, directory: Path, timer_class: ty
         )
 
 
+def measure_alone(workload: Workload, rounds: int, timer: Timer) -> None:
+    """Times `optimizer.step()` alone, bare and with a recorder in turns, and prints what the recorder adds."""
+    torch.manual_seed(0)
+    model = workload.build().train()
+    optimizer = timing.make_optimizer(model)
+    step_seconds = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        timer.start()
+        workload.loss(model).backward()
+        optimizer.step()
+        step_seconds.append(timer.stop())
+    found: dict[str, list[float]] = {"bare": [], "parameters": [], "global": []}
+    for number in range(rounds):
+        names = list(found)
+        for detail in names[number % 3 :] + names[: number % 3]:
+            watching = None if detail == "bare" else tbhooks.watch(model, every=NEVER).flight_recorder(detail=detail)
+            optimizer.step()  # the first step of a watch is a logged one
+            seconds = []
+            for _ in range(STEPS_A_TURN):
+                timer.start()
+                optimizer.step()
+                seconds.append(timer.stop())
+            if watching is not None:
+                watching.close()
+            found[detail].append(min(seconds))
+    for detail, shown in (("parameters", "all norms"), ("global", "global")):
+        added = [one - bare for one, bare in zip(found[detail], found["bare"], strict=True)]
+        lower, middle, upper = statistics.quantiles(added, n=4, method="inclusive")
+        share = middle / min(step_seconds)
+        print(
+            f"  the recorder alone, {shown:10s} {1e3 * middle:.2f} ms a step ({1e3 * lower:.2f} to {1e3 * upper:.2f}), "
+            f"ratio {1 + share:.4f}",
+            flush=True,
+        )
+
+
 def main() -> None:
     """Measures the chosen models."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -122,6 +164,7 @@ def main() -> None:
         for name in options.models:
             timer = ThreadTimer if options.threads == "1" else timing.HostTimer
             measure(WORKLOADS[name], options.seconds, Path(directory) / name, timer)
+            measure_alone(WORKLOADS[name], ROUNDS_ALONE, timer())
 
 
 if __name__ == "__main__":

@@ -327,6 +327,12 @@ typedef struct {
     int with_buckets;
 } Place;
 
+static void drop_place(const Place *place) {
+    Py_DECREF(place->headers);
+    Py_DECREF(place->owners);
+    Py_DECREF(place->release);
+}
+
 static int reduce_large(Lane *lane, const View *read, char *row, int32_t *counts) {
     const long long threads = as_number(PyObject_CallNoArgs(lane->threads));
     if (threads < 0) return -1;
@@ -379,21 +385,25 @@ static int record_tensor(Lane *lane, PyObject *open, const View *read, PyObject 
     if (lane->forward != open && lane->backward_context != open) return 0;
     const long long number = PyLong_AsLongLong(site);
     if (number == -1 && PyErr_Occurred()) return -1;
-    const int is_free = ask(lane->acquire, Py_False); /* a lock's method: no Python runs in it */
-    if (is_free <= 0) return is_free;
     const Place place = {Py_NewRef(lane->headers), Py_NewRef(lane->owners), Py_NewRef(lane->release),
                          lane->calls,              lane->buffer,            lane->number,
                          lane->row_bytes,          lane->record_bytes,      lane->with_buckets};
-    int done = record_into(lane, &place, read, number, owner, record);
+    PyObject *acquire = Py_NewRef(lane->acquire), *acquired = PyObject_CallNoArgs(acquire); /* may wait for a thread */
+    Py_DECREF(acquire);
+    if (!acquired) {
+        drop_place(&place);
+        return -1;
+    }
+    Py_DECREF(acquired);
+    const int is_open = lane->forward == open || lane->backward_context == open;
+    int done = is_open ? record_into(lane, &place, read, number, owner, record) : 0;
     PyObject *type, *error, *trace;
     PyErr_Fetch(&type, &error, &trace);
     PyObject *released = PyObject_CallNoArgs(place.release);
     if (!released) done = -1;
     if (type) PyErr_Restore(type, error, trace);
     Py_XDECREF(released);
-    Py_DECREF(place.headers);
-    Py_DECREF(place.owners);
-    Py_DECREF(place.release);
+    drop_place(&place);
     return done;
 }
 
