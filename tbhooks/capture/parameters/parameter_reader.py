@@ -18,12 +18,11 @@ from torch.optim import Optimizer
 
 from tbhooks.capture import selection, sharded_tensors, structure
 from tbhooks.capture.hooks.eager_hooks import UNREADABLE, describe_all
-from tbhooks.capture.parameters import master_weights, weight_sample
+from tbhooks.capture.parameters import master_weights
 from tbhooks.capture.parameters.grad_norm import GradientVersion, total_norm
 from tbhooks.capture.parameters.master_weights import Master
 from tbhooks.capture.parameters.optimizer_state import OptimizerStateReader
 from tbhooks.capture.parameters.plain_parameters import PlainParameters
-from tbhooks.capture.parameters.weight_sample import NO_ROOM
 from tbhooks.capture.parameters.weight_snapshots import WeightSnapshots
 from tbhooks.capture.recording.recorder import NO_SITE, Recorder, Wanted, can_be_one_of_many, can_be_together
 from tbhooks.capture.recording.step_table import PARAMETER_KINDS
@@ -71,7 +70,6 @@ class ParameterReader:
         self._merges_ranks = merges_ranks  # other ranks may hold what this one does not
         self._snapshots = WeightSnapshots()
         self._sites: dict[tuple[str, str], int] = {}
-        self._sample_sizes: dict[frozenset[int], int] = {}
         # Whether the running backward leaves gradients that can be read at its end.
         self._reads_norm = False
         self._plain = PlainParameters(recorder, self._snapshots, self._site, report)
@@ -179,44 +177,13 @@ class ParameterReader:
                     self._read_weight(key, batch, copies=self._recorder.wants("update"))
                     if not has_closure:
                         self._read_gradient(key, batch, scale)
-            self._copy_weights(batch.clones, optimizer)
+            for key in self._snapshots.clone_what_fits(batch.clones, optimizer, self._model()):
+                self._report.mark_unseen(f"update/{self._paths[key]}", NOT_COPIED)
 
     @property
     def _reads_parameters(self) -> bool:
         """Whether statistics of parameters are wanted at all. Finding the parameters takes a while."""
         return self._recorder.wants("weight", "weight_gradient", "update")
-
-    def _copy_weights(self, weights: dict[int, Tensor], optimizer: Optimizer) -> None:
-        """Copies weights on devices, as much of them as fits into the free memory."""
-        for device in {weight.device for weight in weights.values()}:
-            here = {key: weight for key, weight in weights.items() if weight.device == device}
-            if device.type == "cpu":
-                self._snapshots.clone(here)
-                continue
-            expected = weight_sample.expected_state(optimizer, here.values())
-            limit = weight_sample.budget(device, expected)
-            model = self._model()
-            never_sampled = frozenset() if model is None else weight_sample.updated_in_few_rows(model)
-            whole = {key: weight for key, weight in here.items() if key in never_sampled}
-            if sum(weight.nbytes for weight in whole.values()) <= limit:
-                self._snapshots.clone(whole)
-                limit -= sum(weight.nbytes for weight in whole.values())
-            others = {key: weight for key, weight in here.items() if key not in whole}
-            most = self._sample_size(others, limit, is_first=expected > 0)
-            if most != NO_ROOM:
-                self._snapshots.clone(others, most)
-            for key in here:
-                if key not in self._snapshots:
-                    self._report.mark_unseen(f"update/{self._paths[key]}", NOT_COPIED)
-
-    def _sample_size(self, weights: dict[int, Tensor], limit: int, is_first: bool) -> int:
-        """Returns the most elements of one weight that are copied. It never grows, so that charts have few breaks."""
-        most = weight_sample.sample_size(list(weights.values()), limit)
-        if most == NO_ROOM or is_first:  # in its first step an optimizer allocates more than in others
-            return most
-        key = frozenset(weights)
-        self._sample_sizes[key] = min(most, self._sample_sizes.get(key, most))
-        return self._sample_sizes[key]
 
     def _log_learning_rates(self, optimizer: Optimizer) -> None:
         names = self._groups.of(optimizer)

@@ -7,14 +7,16 @@ a sample may be copied (weight_sample.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from tbhooks.capture.parameters import weight_sample
+from tbhooks.capture.parameters.weight_sample import NO_ROOM
 from tbhooks.reduction.cpu import Address
 
 # The size of a cache line, and of the widest vector registers.
@@ -36,6 +38,8 @@ class WeightSnapshots:
         self._slots: dict[int, _Slot] = {}
         self._clones: dict[int, Tensor] = {}
         self._sample_sizes: dict[int, int] = {}
+        # By the keys of the weights that share the memory of a device: the most elements that were copied of one.
+        self._smallest: dict[frozenset[int], int] = {}
 
     def reserve(self, parameters: Iterable[tuple[int, Tensor]]) -> None:
         """Reserves memory for the CPU parameters that may be copied in this step."""
@@ -109,6 +113,39 @@ class WeightSnapshots:
         if most is not None:
             self._sample_sizes |= {key: most for key in clones if parameters[key].numel() > most}
 
+    def clone_what_fits(
+        self, parameters: Mapping[int, Tensor], optimizer: Optimizer, model: nn.Module | None
+    ) -> Iterator[int]:
+        """Clones parameters, on a device as much of them as fits into the free memory. Yields the keys of those that
+        do not fit.
+        """
+        for device in {parameter.device for parameter in parameters.values()}:
+            here = {key: parameter for key, parameter in parameters.items() if parameter.device == device}
+            if device.type == "cpu":
+                self.clone(here)
+                continue
+            expected = weight_sample.expected_state(optimizer, here.values())
+            limit = weight_sample.budget(device, expected)
+            never_sampled = frozenset() if model is None else weight_sample.updated_in_few_rows(model)
+            whole = {key: parameter for key, parameter in here.items() if key in never_sampled}
+            if _nbytes(whole) <= limit:
+                self.clone(whole)
+                limit -= _nbytes(whole)
+            others = {key: parameter for key, parameter in here.items() if key not in whole}
+            most = self._sample_size(others, limit, is_first=expected > 0)
+            if most != NO_ROOM:
+                self.clone(others, most)
+            yield from (key for key in here if key not in self)
+
+    def _sample_size(self, parameters: Mapping[int, Tensor], limit: int, is_first: bool) -> int:
+        """The most elements of one parameter that are copied. It never grows, so that charts have few breaks."""
+        most = weight_sample.sample_size(list(parameters.values()), limit)
+        if most == NO_ROOM or is_first:  # in its first step an optimizer allocates more than in others
+            return most
+        key = frozenset(parameters)
+        self._smallest[key] = min(most, self._smallest.get(key, most))
+        return self._smallest[key]
+
     def part_of(self, key: int, parameter: Tensor) -> Tensor:
         """The part of a parameter that was cloned: the parameter itself, or its sample."""
         part = _part(parameter, self._sample_sizes.get(key))
@@ -155,3 +192,7 @@ class WeightSnapshots:
 def _part(parameter: Tensor, most: int | None) -> Tensor | None:
     """The parameter, or a sample if it is larger; None if it is larger and cannot be sampled."""
     return parameter if most is None or parameter.numel() <= most else weight_sample.sample(parameter, most)
+
+
+def _nbytes(parameters: Mapping[int, Tensor]) -> int:
+    return sum(parameter.nbytes for parameter in parameters.values())
