@@ -48,8 +48,9 @@ def _keeps_input(seen: Float64Recorder, module: Any, model: Any) -> Any:
 # What is called, how many ranks, whether the watch came before the wrapper, in how many micro-batches.
 LAYOUTS = [
     ("ddp", 2, True, 2), ("ddp_unused", 2, True, 1), ("ddp_compiled", 2, False, 1),
-    ("fsdp", 2, True, 1), ("fsdp_checkpointed", 2, False, 1), ("hsdp", 4, False, 1),
+    ("fsdp", 2, True, 1), ("fsdp_checkpointed", 2, False, 1),
     ("tensor_parallel", 2, True, 1), ("fsdp_and_tensor_parallel", 4, False, 1),
+    pytest.param("hsdp", 4, False, 1, marks=slow("four ranks; sharding and replicas are in make test, each alone")),
     pytest.param("ddp", 4, False, 1, marks=slow("four ranks of a layout that is in make test with two")),
     pytest.param("fsdp", 4, False, 1, marks=slow("four ranks of a layout that is in make test with two")),
     pytest.param("ddp_static", 2, False, 1, marks=slow("another option of a layout that is in make test")),

@@ -15,7 +15,7 @@ import tbhooks
 from tests.support import float64_recorder, jobs
 from tests.support.float64_recorder import Float64Recorder
 from tests.support.process_pool import ProcessPool
-from tests.support.slow import slow
+from tests.support.slow import cases, slow
 
 pytestmark = pytest.mark.xdist_group("ranks")
 ANOTHER = slow("another argument of watch(), compared in the same way")
@@ -40,7 +40,7 @@ def test_ranks_that_disagree_all_get_the_same_error_that_names_the_difference(
     assert all(expected in each for each in said), said
 
 
-@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("who", [pytest.param(0, marks=slow("the same wait for another rank")), 1])
 def test_a_rank_that_never_calls_watch_is_named_and_nobody_hangs(pool: ProcessPool, tmp_path: Path, who: int) -> None:
     said = pool.values(jobs.absent, 2, tmp_path, who, patience_s=1.5)
     assert f"rank {who} did not call watch() within" in said[1 - who]
@@ -66,7 +66,14 @@ def test_a_single_process_merges_with_nobody() -> None:
             w.latest["weight", "weight"].spread("norm")
 
 
-@pytest.mark.parametrize("how", ["killed", "raises", "exits", "is late", "labels otherwise"])
+@pytest.mark.parametrize(
+    "how",
+    cases(
+        ["killed", "raises", "exits", "is late", "labels otherwise"],
+        always={"killed", "raises", "labels otherwise"},
+        reason="another way to be lost, found by the same wait",
+    ),
+)
 def test_a_rank_that_is_lost_ends_the_merging_and_not_the_training(pool: ProcessPool, tmp_path: Path, how: str) -> None:
     first, second = pool.run(jobs.ends, 2, tmp_path, how, limit_s=45, patience_s=3)
     assert first.status == 0, first.output[-2000:]

@@ -140,6 +140,7 @@ OTHER_PAIRS = [
     ]
 ]
 OTHER_SCHEDULES = [
+    ("torch.compile(model)", 2),
     ("model.compile()", 2),
     ("regional", 2),
     ("compiled submodule", 2),
@@ -152,9 +153,9 @@ OTHER_SCHEDULES = [
     ("name", "when"),
     [
         ("torch.compile(model)", "before"),
-        ("torch.compile(model)", "after"),
         ("model.compile()", "before"),
         ("regional", "after"),
+        pytest.param("torch.compile(model)", "after", marks=COMPILES),
         ("torch.compile(train_step)", "before"),
         *OTHER_PAIRS,
     ],
@@ -177,7 +178,6 @@ def test_logging_every_step_is_one_graph_and_no_break_with_the_same_bits_and_the
 @pytest.mark.parametrize(
     ("name", "every"),
     [
-        ("torch.compile(model)", 2),
         ("torch.compile(function)", 2),
         ("regional", 3),
         ("compiled submodule", 7),

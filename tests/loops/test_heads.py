@@ -16,6 +16,7 @@ import tbhooks
 from tbhooks import runs
 from tbhooks.capture.functional import attention
 from tests.support import compiling, fake_device, zoo
+from tests.support.slow import slow
 
 HEADS, WIDTH, LENGTH = 4, 8, 10
 KINDS = ("activation", "functional")
@@ -107,8 +108,15 @@ def test_heads_of_all_micro_batches(fused: bool, key_heads: int) -> None:
     check(train(model, inputs).latest, model, inputs)
 
 
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("backend", ["aot_eager", "eager"])
+@pytest.mark.parametrize(
+    ("fused", "backend"),
+    [
+        (True, "aot_eager"),
+        (False, "eager"),
+        pytest.param(False, "aot_eager", marks=slow("another pair of a kind of attention and a backend")),
+        pytest.param(True, "eager", marks=slow("another pair of a kind of attention and a backend")),
+    ],
+)
 def test_heads_inside_compiled_graphs(fused: bool, backend: str) -> None:
     compiling.reset()
     model, inputs = net(fused), [torch.randn(3, LENGTH, 32), torch.randn(2, LENGTH, 32)]

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import tbhooks
+from tests.support.slow import cases
 
 PACKAGE = Path(tbhooks.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -392,7 +393,14 @@ def test_peek_is_the_function_whatever_was_imported_first() -> None:
     assert in_a_fresh_process(program) == "peek\n"
 
 
-@pytest.mark.parametrize("first", ["from tbhooks.api.watch import Watch", "import tbhooks.cli.demo", "pass"])
+@pytest.mark.parametrize(
+    "first",
+    cases(
+        ["from tbhooks.api.watch import Watch", "import tbhooks.cli.demo", "pass"],
+        always={"from tbhooks.api.watch import Watch"},
+        reason="every case imports torch in a process of its own",
+    ),
+)
 def test_watch_is_the_function_whatever_was_imported_first(first: str) -> None:
     program = f"import tbhooks\n{first}\nprint(callable(tbhooks.watch), tbhooks.watch.__name__, tbhooks.Watch.__name__)"
     assert in_a_fresh_process(program) == "True watch Watch\n"

@@ -172,9 +172,8 @@ ALONE = slow("what a mode reads is read with everything else too")
     ("mode", "streams"),
     [
         ("eager", 1),
-        ("amp", 2),
         ("everything", 2),
-        *(pytest.param(mode, 2, marks=ALONE) for mode in ("eager", "accumulation", "evaluation")),
+        *(pytest.param(mode, 2, marks=ALONE) for mode in ("eager", "amp", "accumulation", "evaluation")),
         *(pytest.param(mode, 1, marks=ONE_STREAM) for mode in MODES[1:]),
     ],
 )
