@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from tbhooks.data.artifacts.vectors import EXPERTS
-from tbhooks.data.frame import Site
+from tbhooks.data.frame import Frame, Site
 from tbhooks.data.stats import Floats
 from tbhooks.rules.rule import RuleHit, rule
 from tbhooks.rules.run_view import RunView
@@ -20,28 +20,26 @@ _REMEDY = (
 
 @rule
 def expert_collapse(
-    view: RunView, *, entropy: float = 0.6, min_tokens: int = 64, frames: int = 3
+    view: RunView, *, entropy: float = 0.6, steps: int = 500, frames: int = 5, min_tokens: int = 2000
 ) -> Iterator[RuleHit]:  # fmt: skip
-    """A router sends nearly all tokens to a few of its experts, or none to one of them.
+    """A router sends nearly all tokens to a few of its experts, or none to one of them, and this lasts.
 
-    Needs `w.experts()`. Reported as an error when the entropy of the experts' shares is below `entropy` of the
-    uniform distribution's in each of the last `frames` frames; as a warning when an expert got no token in any of
-    them, although even shares would have given it at least `min_tokens`. The entropy of two of eight experts is 0.33,
-    that of normal routers above 0.9.
+    Needs `w.experts()`. Reported as an error when the entropy of the experts' shares was below `entropy` of the
+    uniform distribution's in every frame of the last `steps` steps, at least `frames` of them; as a warning when an
+    expert got no token in any of them, although even shares would have given it at least `min_tokens`. Routers often
+    leave experts without tokens early in training, and use them later: that is not reported.
+    The entropy of two of eight experts is 0.33, that of normal routers later in training above 0.7.
     Try a load-balancing loss or a larger coefficient, or a lower learning rate of the router.
     """
-    if len(view.frames) < frames:
-        return
-    last = view.frames[-frames:]
-    routers = [path for path in view.frame.routers if all((path, EXPERTS) in frame for frame in last)]
-    readings = {path: [frame[path, EXPERTS] for frame in last] for path in routers}
-    collapsed = [path for path, each in readings.items() if all(reading.entropy < entropy for reading in each)]
-    tokens = {path: np.sum([reading.tokens for reading in each], 0) for path, each in readings.items()}
-    others = [path for path in tokens if path not in collapsed and np.mean(tokens[path]) >= min_tokens]
-    dead = [path for path in others if (tokens[path] == 0).any()]
-    since = view.step(frames - 1)
+    collapsed, dead = [], []
+    for path in view.frame.routers:
+        since = _collapsed_since(view, path, entropy, steps, frames)
+        starved = _starved(view, path, steps, frames, min_tokens) if since is None else None
+        collapsed += [(path, since)] if since is not None else []
+        dead += [(path, *starved)] if starved is not None else []
     if collapsed:
-        path, reading = collapsed[0], readings[collapsed[0]][-1]
+        path, since = collapsed[0]
+        reading = view.frame[path, EXPERTS]
         yield RuleHit(
             Site(path, EXPERTS),
             f"Experts collapsed: {path} sends {_most(reading.tokens)} (entropy {reading.entropy:.2g})",
@@ -49,21 +47,50 @@ def expert_collapse(
             "error",
             {"entropy": reading.entropy, "max_load": reading.max_load, "tokens": reading.tokens[:64].tolist(),
              "excess": entropy / max(reading.entropy, 1e-9)},
-            since,
-            len(collapsed) - 1,
+            since=since,
+            others=len(collapsed) - 1,
         )  # fmt: skip
     if dead:
-        path = dead[0]
-        none = np.flatnonzero(tokens[path] == 0)
+        path, since, tokens = dead[0]
+        none = np.flatnonzero(tokens == 0)
         yield RuleHit(
             Site(path, EXPERTS),
-            f"Dead experts: {len(none)} of {len(tokens[path])} experts of {path} got no token",
+            f"Dead experts: {len(none)} of {len(tokens)} experts of {path} got no token",
             _REMEDY,
-            evidence={"dead": none[:64].tolist(), "even_share": float(np.mean(tokens[path])),
-                      "excess": float(np.mean(tokens[path])) / min_tokens},
+            evidence={"dead": none[:64].tolist(), "even_share": float(np.mean(tokens)),
+                      "excess": float(np.mean(tokens)) / min_tokens},
             since=since,
             others=len(dead) - 1,
         )  # fmt: skip
+
+
+def _collapsed_since(view: RunView, path: str, entropy: float, steps: int, frames: int) -> int | None:
+    """The step since which the entropy has been low, if that is long enough ago."""
+    for count, frame in enumerate(_newest_first(view, path), 1):
+        if not frame[path, EXPERTS].entropy < entropy:
+            return None
+        if count >= frames and view.frame.step - frame.step >= steps:
+            return frame.step
+    return None
+
+
+def _starved(view: RunView, path: str, steps: int, frames: int, min_tokens: int) -> tuple[int, Floats] | None:
+    """A step long enough ago, and the tokens of each expert since then, if some expert got none."""
+    tokens = np.zeros_like(view.frame[path, EXPERTS].tokens)
+    for count, frame in enumerate(_newest_first(view, path), 1):
+        more = frame[path, EXPERTS].tokens
+        if more.shape != tokens.shape:
+            return None
+        tokens = tokens + more
+        if tokens.all():
+            return None
+        if count >= frames and view.frame.step - frame.step >= steps and tokens.mean() >= min_tokens:
+            return frame.step, tokens
+    return None
+
+
+def _newest_first(view: RunView, path: str) -> Iterator[Frame]:
+    return (frame for frame in reversed(view.frames) if (path, EXPERTS) in frame)
 
 
 def _most(tokens: Floats) -> str:

@@ -128,8 +128,27 @@ def _mixtral(experts: int, **options: Any) -> nn.Module:
 
 
 def mixtral() -> Training:
+    """An expert of its second router gets no token from step 30 to 70."""
     model = _mixtral(4, output_router_logits=True)
-    return _plain(model, _language(model), experts=True)
+    return _plain(model, _language(model), experts=True, steps=600)
+
+
+def mixtral_of_eight() -> Training:
+    """An expert of its second router gets no token from step 30 to 200, and few later."""
+    model = _mixtral(8, output_router_logits=True)
+    return _plain(model, _language(model), experts=True, steps=600)
+
+
+def qwen_moe() -> Training:
+    """Single experts get no token for up to 200 steps."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        **_WORDS, **_SIZES, num_key_value_heads=1, head_dim=16, num_experts=8, num_experts_per_tok=2,
+        moe_intermediate_size=32, output_router_logits=True,
+    )  # fmt: skip
+    model = Qwen3MoeForCausalLM(config)
+    return _plain(model, _language(model), experts=True, steps=600)
 
 
 def fresh_mixtral() -> Training:
@@ -377,6 +396,8 @@ NORMAL = (
     Case("GPT-2", gpt2),
     Case("BERT", bert),
     Case("Mixtral (MoE)", mixtral),
+    Case("Mixtral of eight experts", mixtral_of_eight),
+    Case("Qwen-MoE", qwen_moe),
     Case("Mixtral, freshly initialised", fresh_mixtral),
     Case("LSTM", lstm),
     Case("RNN, clipped", clipped_rnn),

@@ -1023,35 +1023,93 @@ def test_a_softmax_without_entropy_is_not_judged() -> None:
 # --- expert_collapse ------------------------------------------------------------------------------
 
 
-def routed(*shares: float, total: int = 1000, count: int = 3) -> list[Frame]:
+COLLAPSED, EVEN = (0.5, 0.49, 0.01, 0, 0, 0, 0, 0), (0.25, 0.25, 0.3, 0.19, 0.01)
+STARVED = (0.25, 0.25, 0.3, 0.2, 0)
+
+
+def routed(*shares: float, total: int = 1000, count: int = 51, first: int = 0, every: int = 10) -> list[Frame]:
+    """Frames of a router; the default ones span the 500 steps that an issue must last."""
     tokens = np.round(np.array(shares) * total)
     kept = tokens[tokens > 0] / tokens.sum()
     entropy = float(-(kept * np.log(kept)).sum() / np.log(len(tokens)))
     scalars = {"experts.entropy/gate": entropy, "experts.max_load/gate": float(tokens.max() / tokens.mean())}
     frame = make_frame(0, {activation("gate"): GOOD}, scalars=scalars)
-    return [replace(frame, step=10 * step, vectors={"experts.tokens/gate": tokens}) for step in range(count)]
+    steps = range(first, first + count * every, every)
+    return [replace(frame, step=step, vectors={"experts.tokens/gate": tokens}) for step in steps]
 
 
 def test_a_router_that_uses_two_of_eight_experts_has_collapsed() -> None:
-    (finding,) = judged(rules.expert_collapse, routed(0.5, 0.49, 0.01, 0, 0, 0, 0, 0))
+    (finding,) = judged(rules.expert_collapse, routed(*COLLAPSED))
     assert (finding.site, finding.severity) == (Site("gate", "experts"), "error")
     assert finding.message.startswith("Experts collapsed: gate sends 99% of its tokens to 2 of 8 experts (entropy 0.3")
-    assert finding.evidence["since"] == 0
-    assert judged(rules.expert_collapse, routed(0.5, 0.49, 0.01, 0, 0, 0, 0, 0, count=2)) == []
+    assert (finding.step, finding.evidence["since"]) == (500, 0)
     assert judged(rules.expert_collapse(entropy=0.2), routed(0.5, 0.4, 0.02, 0.02, 0.02, 0.02, 0.01, 0.01)) == []
 
 
-def test_an_expert_without_a_token_is_dead_if_it_should_have_had_some() -> None:
-    (finding,) = judged(rules.expert_collapse, routed(0.25, 0.25, 0.3, 0.2, 0))
-    assert (finding.severity, finding.evidence["dead"]) == ("warning", [4])
-    assert judged(rules.expert_collapse, routed(0.25, 0.25, 0.3, 0.19, 0.01)) == []
-    assert judged(rules.expert_collapse, routed(0.25, 0.25, 0.3, 0.2, 0, total=100)) == []
+def test_a_router_that_collapsed_less_than_500_steps_ago_is_not_reported() -> None:
+    assert judged(rules.expert_collapse, routed(*COLLAPSED, count=50)) == []
+    assert judged(rules.expert_collapse(steps=490), routed(*COLLAPSED, count=50))
+    even = [1 / 8] * 8
+    later = routed(*COLLAPSED, first=600)
+    assert judged(rules.expert_collapse, [*routed(*even, count=60), *later[:-1]]) == []
+    (finding,) = judged(rules.expert_collapse, [*routed(*even, count=60), *later])
+    assert finding.evidence["since"] == 600
+
+
+def test_one_frame_with_even_shares_ends_a_collapse() -> None:
+    frames = routed(*COLLAPSED)
+    frames[30] = routed(*[1 / 8] * 8)[30]
+    assert judged(rules.expert_collapse, frames) == []
+
+
+def test_an_expert_without_a_token_for_500_steps_is_dead() -> None:
+    (finding,) = judged(rules.expert_collapse, routed(*STARVED))
+    assert (finding.severity, finding.evidence["dead"], finding.evidence["since"]) == ("warning", [4], 0)
+    assert judged(rules.expert_collapse, routed(*EVEN)) == []
+
+
+def test_an_expert_that_got_no_token_only_early_in_training_is_not_reported() -> None:
+    early, later = routed(*STARVED, count=40), routed(*EVEN, count=40, first=400)
+    history = History()
+    for frame in [*early, *later]:
+        history.append(frame)
+        assert rules.expert_collapse(history) == [], frame.step
+
+
+def test_an_expert_that_dies_after_it_had_tokens_is_reported_since_then() -> None:
+    frames = [*routed(*EVEN, count=30), *routed(*STARVED, first=300)]
+    assert judged(rules.expert_collapse, frames[:-1]) == []
+    (finding,) = judged(rules.expert_collapse, frames)
+    assert (finding.evidence["dead"], finding.evidence["since"]) == ([4], 300)
 
 
 def test_an_expert_that_had_a_token_in_one_of_the_frames_is_not_dead() -> None:
-    frames = routed(0.25, 0.25, 0.3, 0.2, 0)
-    frames[1] = routed(0.25, 0.25, 0.3, 0.19, 0.01, count=2)[1]
+    frames = routed(*STARVED)
+    frames[1] = routed(*EVEN)[1]
     assert judged(rules.expert_collapse, frames) == []
+
+
+def test_an_expert_is_not_dead_before_even_shares_would_have_given_it_2000_tokens() -> None:
+    # An even share is 20 tokens a frame: 100 frames are needed, twice as many as 500 steps have.
+    assert judged(rules.expert_collapse, routed(*STARVED, total=100, count=99)) == []
+    (finding,) = judged(rules.expert_collapse, routed(*STARVED, total=100, count=100))
+    assert finding.evidence["even_share"] == 2000
+    assert judged(rules.expert_collapse(min_tokens=1000), routed(*STARVED, total=100))
+
+
+@pytest.mark.parametrize("shares", [COLLAPSED, STARVED])
+def test_experts_are_judged_by_steps_whatever_every_is_and_by_five_frames_at_least(shares: tuple[float, ...]) -> None:
+    assert judged(rules.expert_collapse, routed(*shares, total=10_000, count=500, every=1)) == []
+    assert judged(rules.expert_collapse, routed(*shares, total=10_000, count=501, every=1))
+    assert judged(rules.expert_collapse, routed(*shares, total=10_000, count=4, every=1000)) == []
+    assert judged(rules.expert_collapse, routed(*shares, total=10_000, count=5, every=1000))
+
+
+def test_frames_without_the_router_do_not_count_and_do_not_end_an_issue() -> None:
+    frames = routed(*STARVED)
+    without = make_frame(0, {activation("gate"): GOOD})
+    assert judged(rules.expert_collapse, [*frames[:25], replace(without, step=250), *frames[26:]])
+    assert judged(rules.expert_collapse, [replace(without, step=0), *frames[1:]]) == []
 
 
 # --- bad_init -------------------------------------------------------------------------------------
