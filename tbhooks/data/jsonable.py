@@ -16,7 +16,8 @@ def to_jsonable(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): to_jsonable(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        if set(map(type, value)) == {float} and math.isfinite(sum(value)):  # long series: twenty times as fast
+        types = set(map(type, value)) - {type(None)}  # long series: twenty times as fast
+        if types <= {int, str} or (types == {float} and math.isfinite(sum(filter(None, value)))):
             return list(value)
         return [to_jsonable(item) for item in value]
     if isinstance(value, np.generic):

@@ -224,8 +224,11 @@ QUANTILES: Mapping[str, float] = {"p01": 0.01, "p25": 0.25, "p50": 0.50, "p75": 
 STAT_NAMES = (*STATS, *QUANTILES)
 
 
-def quantile(values: Floats, counts: Counts, q: float) -> Floats:
+def quantile(values: Floats, counts: Counts, q: float, first: int = 0) -> Floats:
     """The q-quantile of each row's finite values, interpolated within its bucket.
+
+    `counts` may begin at the bucket `first` and have fewer buckets, if those beyond are empty and so are the two at its
+    ends.
 
     The density inside a bucket is assumed to be linear, with the slope of its neighbours. The exact minimum and maximum
     bound the outermost buckets, so that constants are exact. The error is a few percent for smooth distributions around
@@ -233,14 +236,16 @@ def quantile(values: Floats, counts: Counts, q: float) -> Floats:
     """
     if counts.shape[-1] == 0:
         return np.full(len(values), np.nan)
-    below = np.cumsum(counts, axis=1)
+    last = counts.shape[1] - 1
+    below = np.cumsum(counts, axis=1, dtype=np.int64)
     total = below[:, -1]
     target = q * np.maximum(total - 1, 0) + 0.5
-    bucket = np.minimum((below < target[:, None]).sum(axis=1), BUCKETS - 1)
+    above = np.ceil(target).astype(np.int64)[:, None]  # integers compare faster
+    bucket = np.minimum((below < above).sum(axis=1), last)
     rows = np.arange(len(values))
-    around = np.clip(bucket[:, None] + (-1, 0, 1), 0, BUCKETS - 1)
+    around = np.clip(bucket[:, None] + (-1, 0, 1), 0, last)
     low, high = values[:, MIN, None], values[:, MAX, None]
-    left, right = np.clip(LOWER[around], low, high), np.clip(UPPER[around], low, high)
+    left, right = np.clip(LOWER[first + around], low, high), np.clip(UPPER[first + around], low, high)
     held = counts[rows[:, None], around]
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         width = right - left
@@ -250,7 +255,7 @@ def quantile(values: Floats, counts: Counts, q: float) -> Floats:
         start = density[:, 1] - slope * width[:, 1] / 2
         away = 2 * rank / (start + np.sqrt(np.maximum(start**2 + 2 * slope * rank, 0.0)))
         value = left[:, 1] + np.nan_to_num(away, nan=0.0)
-        value[(bucket == MIDDLE) & (values[:, ZEROS] > 0)] = 0.0  # other values in this bucket are below 2**-64
+        value[(first + bucket == MIDDLE) & (values[:, ZEROS] > 0)] = 0.0  # other values in this bucket are below 2**-64
         return np.where(total > 0, np.clip(value, left[:, 1], right[:, 1]), np.nan)
 
 

@@ -40,7 +40,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """The bucket counts of one step without unused buckets at the ends, in the smallest integer type."""
+    """The bucket counts of one step in the smallest integer type; of the unused buckets at either end only one."""
 
     source: Source
     first: int
@@ -50,15 +50,9 @@ class Histogram:
     @classmethod
     def of(cls, source: Source, counts: Counts, where: Indices) -> Histogram:
         used = np.flatnonzero(counts.any(axis=0))
-        first, last = (int(used[0]), int(used[-1]) + 1) if len(used) else (0, 0)
+        first, last = (max(int(used[0]) - 1, 0), int(used[-1]) + 2) if len(used) else (0, 0)
         smallest = np.min_scalar_type(int(counts.max(initial=0)))
         return cls(source, first, counts[:, first:last].astype(smallest), where)
-
-    def of_sites(self, counts: Counts) -> Counts:
-        """The counts of all sites of the kind, written into an array: a new one for each step would take far longer."""
-        counts[:] = 0
-        counts[self.where, self.first : self.first + self.counts.shape[1]] = self.counts
-        return counts
 
     def of_site(self, position: int) -> Counts:
         """The counts of one site."""

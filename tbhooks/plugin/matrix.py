@@ -87,15 +87,15 @@ def quantile_matrix(name: str, rows: Rows, histograms: Histograms, known: Matrix
     sites = rows.columns.shape[2]
     usable = known is not None and known.values.shape[1] == sites
     earlier = {source: i for i, source in enumerate(known.sources)} if known is not None and usable else {}
-    values, sources = np.empty((len(at), sites), dtype=np.float32), []
-    counts = np.empty((sites, stats.BUCKETS), dtype=np.int64)
+    values, sources = np.full((len(at), sites), np.nan, dtype=np.float32), []
     for target, step, i in zip(values, at, which, strict=True):
         histogram = histograms.each[i]
         sources.append(histogram.source)
         if known is not None and histogram.source in earlier:
             target[:] = known.values[earlier[histogram.source]]
         else:
-            target[:] = quantile(name, rows.columns[:, step], histogram.of_sites(counts))
+            columns = rows.columns[:, step, histogram.where]
+            target[histogram.where] = quantile(name, columns, histogram.counts, histogram.first)
     return Matrix(at, values, tuple(sources))
 
 
@@ -105,7 +105,7 @@ def common(rows: Rows, histograms: Histograms) -> tuple[Indices, Indices]:
     return at, which
 
 
-def quantile(name: str, columns: Stored, counts: Counts) -> Stored:
-    """One quantile of stored columns [column, n] and their counts [n, bucket]."""
+def quantile(name: str, columns: Stored, counts: Counts, first: int = 0) -> Stored:
+    """One quantile of stored columns [column, n] and their counts [n, bucket], from the bucket `first` on."""
     with np.errstate(all="ignore"):
-        return stats.quantile(decode_values(columns.T), counts, QUANTILES[name]).astype(np.float32)
+        return stats.quantile(decode_values(columns.T), counts, QUANTILES[name], first).astype(np.float32)

@@ -530,6 +530,46 @@ def test_the_numbers_of_a_group_are_computed_once_until_the_run_grows(page: Any)
     }
 
 
+LOADED = """async ([base]) => {
+  const { createData } = await import(base + "core/data.js");
+  const asked = [];
+  const sites = [{ path: "a", index: "", name: "a" }];
+  const api = {
+    sites: async () => sites,
+    findings: async () => [],
+    scalars: async () => [],
+    distribution: async () => asked.push("distribution"),
+    matrix: async ({ stat, after }) => {
+      asked.push(after === undefined ? stat : `${stat} after ${after}`);
+      const steps = after === undefined ? [0, 1] : [];
+      return { header: { sites: 1, steps }, values: Float32Array.from(steps) };
+    },
+  };
+  const stats = ["std", "norm", "p01", "p50", "pace"];
+  const kinds = [{ kind: "k", sites: 1, last_step: 1, histograms: true, stats }];
+  const list = (time) => ({ runs: [{ name: "r", last_time: time, findings: null, kinds }] });
+  const data = createData(api);
+  const show = (stat, time) => data.load({ runs: ["r"], kind: "k", stat }, list(time));
+  const found = {};
+  for (const stat of ["std", "norm", "std", "norm"]) await show(stat, 5);
+  found.before = asked.splice(0);
+  await new Promise((then) => setTimeout(then, 900));
+  found.idle = asked.splice(0);
+  await show("std", 6);
+  found.later = asked.splice(0);
+  return found;
+}"""
+
+
+def test_what_was_shown_is_not_asked_for_again_and_quantiles_are_computed_ahead(page: Any) -> None:
+    """A run that was written again since is asked for again, even if it has as many steps as before."""
+    assert page.evaluate(LOADED, [STATIC]) == {
+        "before": ["std", "norm"],
+        "idle": ["distribution", "p01 after 1", "p50 after 1"],
+        "later": ["std"],
+    }
+
+
 DRAWING = """async ([base]) => {
   const load = (name) => import(base + name);
   const [{ createMatrix, append }, { createModel }, { createHeatmap }, { initialState }] = await Promise.all(

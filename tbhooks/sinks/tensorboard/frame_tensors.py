@@ -135,9 +135,10 @@ def decode_values(array: NDArray[np.float32]) -> Floats:
     """Rows from a stored float32 tensor; m3 and m4 are NaN if it has version 1."""
     values = stats.widened(array.astype(np.float64))
     n, std = np.maximum(stats.finite(values), 0.0), values[:, M2].copy()
-    values[:, M2] = np.square(std) * n
-    values[:, M3] = np.where(std == 0, 0.0, values[:, M3] * std**3 * n)
-    values[:, M4] = np.where(std == 0, 0.0, values[:, M4] * std**4 * n)
+    square = np.square(std)
+    values[:, M2] = square * n
+    values[:, M3] = np.where(std == 0, 0.0, values[:, M3] * square * std * n)  # a power is slower
+    values[:, M4] = np.where(std == 0, 0.0, values[:, M4] * square * square * n)
     values[:, BASE] = np.square(values[:, BASE])
     return values
 

@@ -265,6 +265,17 @@ def test_quantiles_without_buckets_are_unknown() -> None:
         assert np.isnan(stats.stat(name, rows, np.zeros((2, 0), dtype=np.int64))).all()
 
 
+@settings(deadline=None, max_examples=100)
+@given(ARRAYS)
+def test_a_quantile_needs_no_buckets_beyond_the_used_ones(data: Array) -> None:
+    assume(np.isfinite(data).any())
+    row, counts = row_of(data)[None], reference.bucket_counts(data)[None]
+    used = np.flatnonzero(counts[0])
+    first, last = max(int(used[0]) - 1, 0), int(used[-1]) + 2
+    for q in stats.QUANTILES.values():
+        assert stats.quantile(row, counts[:, first:last], q, first) == stats.quantile(row, counts, q)
+
+
 def test_a_quantile_that_falls_among_zeros_is_zero() -> None:
     values = np.maximum(np.random.default_rng(0).normal(size=1000), 0.0)
     row, counts = row_of(values)[None], reference.bucket_counts(values)[None]

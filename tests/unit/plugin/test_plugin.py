@@ -9,6 +9,7 @@ import argparse
 import io
 import json
 import math
+import socket
 import subprocess
 import sys
 import threading
@@ -593,6 +594,14 @@ def test_without_histograms_there_are_still_stats(tmp_path: Path) -> None:
     )
     assert tab.ask("matrix", run="run", kind="activation", stat="p99").matrix[0]["steps"] == []
     assert "p99" not in tab.ask("runs").json["runs"][0]["kinds"][0]["stats"]
+
+
+@pytest.mark.parametrize("route", ["/runs", "/index.js"])
+def test_an_answer_does_not_wait_until_its_headers_are_acknowledged(tab: Tab, route: str) -> None:
+    with socket.socket() as connection:
+        assert not connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        Client(tab.routes[route]).get(route, environ_overrides={"werkzeug.socket": connection})
+        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_a_history_has_every_stat_and_says_where_there_is_none(tab: Tab) -> None:

@@ -7,6 +7,7 @@ import { append, createMatrix, inOrderOf } from "../map/matrix.js";
 import { runNamed } from "./runs.js";
 
 const WARM_AFTER = 300; // milliseconds, so that the map is drawn first
+const MOST_KEPT = 16e6; // numbers of matrices that were shown before: 64 MB
 
 const lastOf = (matrix) => (matrix.steps.length ? matrix.steps[matrix.steps.length - 1] : -1);
 const fits = (matrix, choice) => ["run", "kind", "stat"].every((name) => matrix[name] === choice[name]);
@@ -18,6 +19,33 @@ const entryOf = (list, { run, kind }) => runNamed(list, run)?.kinds.find((each) 
 async function forwardSites(api, { run, kind }, list) {
   const forward = kind === "gradient" ? { run, kind: "activation" } : null;
   return forward && entryOf(list, forward) ? api.sites(forward) : [];
+}
+
+/** What changes when a kind of a run has new steps or modules, or when the run is written again. */
+function markOf(list, choice) {
+  const entry = entryOf(list, choice);
+  return JSON.stringify([entry?.sites, entry?.last_step, runNamed(list, choice.run)?.last_time]);
+}
+
+/** The matrices that were shown last, so that to go back to one is free; one whose run has gone on is not used again. */
+function createKept() {
+  const kept = new Map();
+  const keyOf = ({ run, kind, stat }) => JSON.stringify([run, kind, stat]);
+  return {
+    find(choice, list) {
+      const found = kept.get(keyOf(choice));
+      return found?.mark === markOf(list, choice) ? found.matrix : null;
+    },
+    add(matrix, mark) {
+      kept.delete(keyOf(matrix));
+      kept.set(keyOf(matrix), { matrix, mark });
+      let held = 0;
+      for (const [key, { matrix: each }] of [...kept].reverse()) {
+        held += each.sites.length * each.steps.length;
+        if (held > MOST_KEPT) kept.delete(key);
+      }
+    },
+  };
 }
 
 /** `known`: a matrix of the same run and kind, whose sites are not asked for again. */
@@ -38,8 +66,12 @@ export function createData(api) {
   let sides = [];
   let turn = 0;
   const warmed = new Set();
+  const kept = createKept();
 
-  /** Has the server read the histograms of what is shown, once: the first click on a cell then need not wait for that. */
+  /**
+   * Has the server read the histograms of what is shown and compute its quantiles, once: the first click on a cell and the
+   * first choice of a quantile then need not wait for that. The answers are short.
+   */
   function warm({ matrix }, list) {
     const { run, kind, steps, sites, rows } = matrix;
     const mark = JSON.stringify([run, kind]);
@@ -47,7 +79,13 @@ export function createData(api) {
     if (warmed.has(mark) || !seen || !entryOf(list, matrix)?.histograms) return;
     warmed.add(mark);
     const { path, index } = seen;
-    setTimeout(() => api.distribution({ run, kind, path, index, step: lastOf(matrix) }).catch(() => warmed.delete(mark)), WARM_AFTER);
+    const later = async () => {
+      await api.distribution({ run, kind, path, index, step: lastOf(matrix) });
+      for (const stat of entryOf(list, matrix).stats.filter((name) => /^p\d\d$/.test(name))) {
+        await api.matrix({ run, kind, stat, after: lastOf(matrix) });
+      }
+    };
+    setTimeout(() => later().catch(() => warmed.delete(mark)), WARM_AFTER);
   }
 
   const findingsOf = async (list, run) => (runNamed(list, run)?.findings === null ? [] : api.findings({ run }));
@@ -59,7 +97,9 @@ export function createData(api) {
     const known = sides.find(({ matrix }) => matrix.run === choice.run);
     const about = known ? [known.findings, known.scalars] : aboutRun(list, choice.run);
     const sameSites = known?.matrix.kind === choice.kind ? known.matrix : null;
-    const [matrix, [findings, scalars]] = await Promise.all([whole(api, choice, list, sameSites), about]);
+    const before = kept.find(choice, list);
+    const [matrix, [findings, scalars]] = await Promise.all([before ?? whole(api, choice, list, sameSites), about]);
+    kept.add(matrix, markOf(list, choice));
     return { matrix, findings, scalars, requested: null };
   }
 
@@ -68,7 +108,7 @@ export function createData(api) {
     const { matrix } = side;
     const entry = entryOf(list, matrix);
     if (!entry) return false;
-    const mark = `${entry.sites}|${entry.last_step}`;
+    const mark = markOf(list, matrix);
     if (side.requested === mark) return false;
     const anew = entry.sites !== matrix.sites.length || entry.last_step < lastOf(matrix);
     const next = anew ? await whole(api, matrix, list) : matrix;
@@ -77,6 +117,7 @@ export function createData(api) {
     if (side.matrix !== matrix || !sides.includes(side)) return false;
     Object.assign(side, { requested: mark, matrix: next, findings, scalars });
     if (answer && answer.header.sites === matrix.sites.length) append(matrix, answer);
+    kept.add(next, mark);
     return true;
   }
 

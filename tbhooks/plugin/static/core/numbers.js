@@ -43,9 +43,11 @@ export function exact(value) {
   return Number.isFinite(value) ? String(value) : value > 0 ? "inf" : "-inf";
 }
 
+const GROUPED = new Intl.NumberFormat("en-US"); // making one takes 20 ms
+
 export function whole(value) {
   if (!isFinite(value)) return nonFinite(value);
-  return typographic(Math.round(value).toLocaleString("en-US"));
+  return typographic(GROUPED.format(Math.round(value)));
 }
 
 /** A fraction in percent; never rounded to 0 % or 100 % if it is not. */

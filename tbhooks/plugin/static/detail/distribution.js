@@ -157,5 +157,5 @@ export function createDistributionPart(rerender, onPickStep, first = "linear") {
     const shape = options.axis === "log" ? signedShape(keys) : linearShape(rangeOf(series, cells, reach));
     section.draw((width) => distributionModel(series, shape, options.mode[options.axis], width));
   }
-  return { ...section, render, needs: "distribution" };
+  return { ...section, render, needs: "distribution", asks: true };
 }

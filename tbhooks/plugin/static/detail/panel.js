@@ -95,12 +95,12 @@ export function createDetail(container, { api, onClose, onPickStep, axis = "line
   const allSettled = (what) => shown.cells.every((cell) => isSettled(cell[what]));
 
   /** Draws what can be drawn; a distribution alone waits a moment for the history, lest its axis move at once. */
-  function update(waits = true) {
+  function update(waits = true, which = parts) {
     clearTimeout(timer);
     if (shown === null) return;
     head.render(shown.cells, shown.view);
     const histories = allSettled("history");
-    for (const part of parts) {
+    for (const part of which) {
       const drawn = allSettled(part.needs) && (histories || part.needs === "history" || !waits);
       part.busy(!drawn);
       if (!drawn) continue;
@@ -112,7 +112,7 @@ export function createDetail(container, { api, onClose, onPickStep, axis = "line
 
   function answered(entry) {
     if (shown?.cells.some((cell) => cell.distribution === entry || cell.history === entry)) update();
-    else if ([...(shown?.asked.values() ?? [])].includes(entry)) update(false);
+    else if ([...(shown?.asked.values() ?? [])].includes(entry)) update(false, parts.filter((part) => part.asks));
   }
 
   /** A question of a part besides those for the chosen cells; asked once each time something is shown, however often

@@ -182,7 +182,7 @@ export function createSamplesPart() {
     section.note(value.step === view.step ? null : `Step ${value.step} is the nearest with samples; you chose ${view.step}.`);
     section.body.replaceChildren(...samplesTables(value));
   }
-  return { ...section, render, needs: "distribution" };
+  return { ...section, render, needs: "distribution", asks: true };
 }
 
 /** The main number of a kind, for the head of the panel. */
