@@ -17,23 +17,30 @@ _REMEDY = (
     "router_aux_loss_coef), or reduce the learning rate of the router"
 )
 
+# What is plain at once is reported after so many frames.
+FEWEST_FRAMES = 3
+# An expert without a token since step 0 is reported when even shares would have given it so many.
+TOKENS_FROM_START = 64
+
 
 @rule
 def expert_collapse(
-    view: RunView, *, entropy: float = 0.6, steps: int = 500, frames: int = 5, min_tokens: int = 2000
+    view: RunView, *, entropy: float = 0.6, severe: float = 0.37, steps: int = 500, frames: int = 5,
+    min_tokens: int = 2000,
 ) -> Iterator[RuleHit]:  # fmt: skip
-    """A router sends nearly all tokens to a few of its experts, or none to one of them, and this lasts.
+    """A router sends nearly all tokens to a few of its experts, or none to one of them.
 
-    Needs `w.experts()`. Reported as an error when the entropy of the experts' shares was below `entropy` of the
-    uniform distribution's in every frame of the last `steps` steps, at least `frames` of them; as a warning when an
-    expert got no token in any of them, although even shares would have given it at least `min_tokens`. Routers often
-    leave experts without tokens early in training, and use them later: that is not reported.
-    The entropy of two of eight experts is 0.33, that of normal routers later in training above 0.7.
+    Needs `w.experts()`. Reported as an error when the entropy of the experts' shares was below `severe` of the uniform
+    distribution's in three frames in a row, or below `entropy` in every frame of the last `steps` steps, at least
+    `frames` of them. Reported as a warning when an expert got no token in any of them, although even shares would have
+    given it at least `min_tokens`; after three frames, if it has got none since step 0. Routers often leave experts
+    without tokens early in training, and use them later: that is not reported.
+    The entropy of two of eight experts is 0.33, that of normal routers early in training above 0.44, later above 0.7.
     Try a load-balancing loss or a larger coefficient, or a lower learning rate of the router.
     """
     collapsed, dead = [], []
     for path in view.frame.routers:
-        since = _collapsed_since(view, path, entropy, steps, frames)
+        since = _collapsed_since(view, path, entropy, severe, steps, frames)
         starved = _starved(view, path, steps, frames, min_tokens) if since is None else None
         collapsed += [(path, since)] if since is not None else []
         dead += [(path, *starved)] if starved is not None else []
@@ -64,12 +71,18 @@ def expert_collapse(
         )  # fmt: skip
 
 
-def _collapsed_since(view: RunView, path: str, entropy: float, steps: int, frames: int) -> int | None:
+def _collapsed_since(
+    view: RunView, path: str, entropy: float, severe: float, steps: int, frames: int
+) -> int | None:  # fmt: skip
     """The step since which the entropy has been low, if that is long enough ago."""
+    is_severe = True
     for count, frame in enumerate(_newest_first(view, path), 1):
-        if not frame[path, EXPERTS].entropy < entropy:
+        found = frame[path, EXPERTS].entropy
+        is_severe = is_severe and found < severe
+        if not found < entropy:
             return None
-        if count >= frames and view.frame.step - frame.step >= steps:
+        is_long = count >= frames and view.frame.step - frame.step >= steps
+        if is_long or (count == FEWEST_FRAMES and is_severe):
             return frame.step
     return None
 
@@ -84,7 +97,10 @@ def _starved(view: RunView, path: str, steps: int, frames: int, min_tokens: int)
         tokens = tokens + more
         if tokens.all():
             return None
-        if count >= frames and view.frame.step - frame.step >= steps and tokens.mean() >= min_tokens:
+        is_long = count >= frames and view.frame.step - frame.step >= steps and tokens.mean() >= min_tokens
+        # A new router uses all experts: one that has got no token since step 0 is not merely neglected for a while.
+        is_from_start = count >= FEWEST_FRAMES and frame.step == 0 and tokens.mean() >= TOKENS_FROM_START
+        if is_long or is_from_start:
             return frame.step, tokens
     return None
 

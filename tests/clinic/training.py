@@ -38,18 +38,13 @@ class Training:
 
 @dataclass(frozen=True)
 class Case:
-    """All of `rules` must be reported within three logged steps, each at a path that `at` allows.
-
-    These steps are counted from `onset`, or where an issue must last, from the end of that time.
-    """
+    """All of `rules` must be reported within three logged steps of `onset`, each at a path that `at` allows."""
 
     name: str
     make: Callable[[], Training]
     rules: tuple[str, ...] = ()
     at: tuple[str, ...] = ("*",)
     onset: int = 0
-    lasting: int = 0
-    """How many steps the issue must last before the rule reports it; a report before that is not counted."""
     severity: str = "warning"
     """The minimum severity of an expected finding."""
 

@@ -1023,12 +1023,13 @@ def test_a_softmax_without_entropy_is_not_judged() -> None:
 # --- expert_collapse ------------------------------------------------------------------------------
 
 
-COLLAPSED, EVEN = (0.5, 0.49, 0.01, 0, 0, 0, 0, 0), (0.25, 0.25, 0.3, 0.19, 0.01)
+COLLAPSED, EVEN = (0.4, 0.4, 0.15, 0.05, 0, 0, 0, 0), (0.25, 0.25, 0.3, 0.19, 0.01)
+SEVERELY = (0.5, 0.49, 0.01, 0, 0, 0, 0, 0)
 STARVED = (0.25, 0.25, 0.3, 0.2, 0)
 
 
-def routed(*shares: float, total: int = 1000, count: int = 51, first: int = 0, every: int = 10) -> list[Frame]:
-    """Frames of a router; the default ones span the 500 steps that an issue must last."""
+def routed(*shares: float, total: int = 1000, count: int = 51, first: int = 10, every: int = 10) -> list[Frame]:
+    """Frames of a router; the default ones span the 500 steps that an issue must last, and begin after step 0."""
     tokens = np.round(np.array(shares) * total)
     kept = tokens[tokens > 0] / tokens.sum()
     entropy = float(-(kept * np.log(kept)).sum() / np.log(len(tokens)))
@@ -1038,12 +1039,30 @@ def routed(*shares: float, total: int = 1000, count: int = 51, first: int = 0, e
     return [replace(frame, step=step, vectors={"experts.tokens/gate": tokens}) for step in steps]
 
 
-def test_a_router_that_uses_two_of_eight_experts_has_collapsed() -> None:
+def test_a_router_that_uses_three_of_eight_experts_for_500_steps_has_collapsed() -> None:
     (finding,) = judged(rules.expert_collapse, routed(*COLLAPSED))
     assert (finding.site, finding.severity) == (Site("gate", "experts"), "error")
-    assert finding.message.startswith("Experts collapsed: gate sends 99% of its tokens to 2 of 8 experts (entropy 0.3")
-    assert (finding.step, finding.evidence["since"]) == (500, 0)
+    assert finding.message.startswith("Experts collapsed: gate sends 95% of its tokens to 3 of 8 experts (entropy 0.56")
+    assert (finding.step, finding.evidence["since"]) == (510, 10)
     assert judged(rules.expert_collapse(entropy=0.2), routed(0.5, 0.4, 0.02, 0.02, 0.02, 0.02, 0.01, 0.01)) == []
+
+
+def test_a_router_that_uses_two_of_eight_experts_is_reported_after_three_frames() -> None:
+    assert judged(rules.expert_collapse, routed(*SEVERELY, count=2)) == []
+    (finding,) = judged(rules.expert_collapse, routed(*SEVERELY, count=3))
+    assert (finding.severity, finding.evidence["since"]) == ("error", 10)
+    mild = routed(*COLLAPSED, count=1, first=20)
+    assert (
+        judged(rules.expert_collapse, [*routed(*SEVERELY, count=1), *mild, *routed(*SEVERELY, count=2, first=30)]) == []
+    )
+
+
+def test_an_expert_without_a_token_since_step_0_is_reported_after_three_frames() -> None:
+    assert judged(rules.expert_collapse, routed(*STARVED, first=0, count=2)) == []
+    (finding,) = judged(rules.expert_collapse, routed(*STARVED, first=0, count=3))
+    assert (finding.severity, finding.evidence["dead"], finding.evidence["since"]) == ("warning", [4], 0)
+    assert judged(rules.expert_collapse, routed(*STARVED, first=0, count=3, total=100)) == []  # 60 tokens are too few
+    assert judged(rules.expert_collapse, [*routed(*EVEN, first=0, count=1), *routed(*STARVED, count=30)]) == []
 
 
 def test_a_router_that_collapsed_less_than_500_steps_ago_is_not_reported() -> None:
@@ -1064,7 +1083,7 @@ def test_one_frame_with_even_shares_ends_a_collapse() -> None:
 
 def test_an_expert_without_a_token_for_500_steps_is_dead() -> None:
     (finding,) = judged(rules.expert_collapse, routed(*STARVED))
-    assert (finding.severity, finding.evidence["dead"], finding.evidence["since"]) == ("warning", [4], 0)
+    assert (finding.severity, finding.evidence["dead"], finding.evidence["since"]) == ("warning", [4], 10)
     assert judged(rules.expert_collapse, routed(*EVEN)) == []
 
 
