@@ -36,7 +36,7 @@ def row_stat(name: str, columns: Stored) -> Stored:
     with np.errstate(all="ignore"):
         for start in range(0, len(derived), _ROWS_AT_ONCE):
             some = slice(start, start + _ROWS_AT_ONCE)
-            derived[some] = STATS[name](decode_values(flat[:, some].T))
+            derived[some] = STATS[name](decode_values(flat[:, some].T, shape=False))
     return derived.reshape(columns.shape[1:])
 
 
@@ -108,4 +108,4 @@ def common(rows: Rows, histograms: Histograms) -> tuple[Indices, Indices]:
 def quantile(name: str, columns: Stored, counts: Counts, first: int = 0) -> Stored:
     """One quantile of stored columns [column, n] and their counts [n, bucket], from the bucket `first` on."""
     with np.errstate(all="ignore"):
-        return stats.quantile(decode_values(columns.T), counts, QUANTILES[name], first).astype(np.float32)
+        return stats.quantile(decode_values(columns.T, shape=False), counts, QUANTILES[name], first).astype(np.float32)

@@ -41,6 +41,7 @@ export function render() {
   let jump = null;
   let adding = false;
   let detailed = "";
+  let loads = 0;
 
   const controls = createControls(shell.controls, {
     change,
@@ -162,6 +163,7 @@ export function render() {
     shell.app.hidden = !shell.empty.hidden;
     if (next === null) return;
     const waiting = setTimeout(() => (shell.loading.hidden = false), 300);
+    loads++;
     try {
       if (!(await data.load(next, list))) return;
       choice = next;
@@ -171,6 +173,7 @@ export function render() {
     } catch (error) {
       status.problem(`${error.message}.`.replace(/\.\.$/, "."));
     } finally {
+      loads--;
       clearTimeout(waiting);
       shell.loading.hidden = true;
     }
@@ -193,6 +196,7 @@ export function render() {
       model = compose();
     }
     arrange();
+    showDetail(theme.dark); // the server answers while the map is drawn
     heatmap.update(model);
     if (jump !== null) heatmap.goTo({ key: nodeKey(jump.site), pane: jump.side, step: jump.step });
     jump = null;
@@ -202,7 +206,6 @@ export function render() {
     controls.update({ list, state, choice, log, depth, error, deepest: tree.deepest, count: model.rows.length, byRole: tree.byRole, tags, lines });
     findings.show(heard.map((side, i) => ({ side: SIDES[i], run: side.matrix.run, findings: side.findings })), state.muted, hiddenCount());
     compared.show(model.chosen, adding);
-    showDetail(theme.dark);
     status.show(list, choice, matrices(), model);
   }
 
@@ -338,6 +341,7 @@ export function render() {
       state = { ...state, from, to };
       remember();
     }
+    if (loads > 0) return; // what was chosen meanwhile is drawn when it is here
     const now = gone.length ? null : chosen(list, request());
     if (now && (["run", "kind", "stat"].some((name) => now[name] !== choice[name]) || now.runs.join("\u0000") !== choice.runs.join("\u0000"))) {
       await choose(); // data that was unavailable before may be available now

@@ -131,14 +131,14 @@ def encode_values(values: Floats) -> tensor_pb2.TensorProto:
     return tensor_pb2.TensorProto(dtype=types_pb2.DT_FLOAT, tensor_shape=shape, tensor_content=content)
 
 
-def decode_values(array: NDArray[np.float32]) -> Floats:
-    """Rows from a stored float32 tensor; m3 and m4 are NaN if it has version 1."""
+def decode_values(array: NDArray[np.float32], *, shape: bool = True) -> Floats:
+    """Rows from a stored float32 tensor; m3 and m4 are NaN if it has version 1, and undecoded without `shape`."""
     values = stats.widened(array.astype(np.float64))
     n, std = np.maximum(stats.finite(values), 0.0), values[:, M2].copy()
-    square = np.square(std)
-    values[:, M2] = square * n
-    values[:, M3] = np.where(std == 0, 0.0, values[:, M3] * square * std * n)  # a power is slower
-    values[:, M4] = np.where(std == 0, 0.0, values[:, M4] * square * square * n)
+    values[:, M2] = np.square(std) * n
+    if shape:
+        values[:, M3] = np.where(std == 0, 0.0, values[:, M3] * std**3 * n)
+        values[:, M4] = np.where(std == 0, 0.0, values[:, M4] * std**4 * n)
     values[:, BASE] = np.square(values[:, BASE])
     return values
 

@@ -31,12 +31,12 @@ function grown(array, length, fill) {
   return larger;
 }
 
-function makeRoom(matrix, length) {
+function makeRoom(matrix, length, fill) {
   const present = matrix.rows.length ? matrix.rows[0].values.length : 0;
   if (present >= length) return;
   const room = present === 0 ? length : Math.max(length, 2 * present);
   for (const row of matrix.rows) {
-    row.values = grown(row.values, room, NaN);
+    row.values = grown(row.values, room, fill);
     if (row.bad) row.bad = grown(row.bad, room, 0);
   }
 }
@@ -48,8 +48,8 @@ export function append(matrix, { header, values }) {
   const skipped = header.steps.findIndex((step) => step > last);
   if (skipped < 0) return false;
   const added = header.steps.length - skipped;
-  makeRoom(matrix, start + added);
   const width = header.sites;
+  makeRoom(matrix, start + added, width < matrix.rows.length ? NaN : 0); // nothing is left to fill if all sites have values
   for (let site = 0; site < width; site++) {
     const into = matrix.rows[site].values;
     for (let i = 0, at = skipped * width + site; i < added; i++, at += width) into[start + i] = values[at];
