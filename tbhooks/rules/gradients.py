@@ -247,8 +247,8 @@ def stale_second_moment(view: RunView, *, factor: float = 6.0, growth: float = 2
 
     Needs `w.optimizer_state()`. Checks the RMS of g / max(sqrt(v), eps), with the gradient g and the second moment v
     after the step, bias-corrected: about 1 where gradients stay the same. Reported for weight matrices when it is above
-    `factor`, and `growth` times the largest of the last 20 frames. Normal trainings stay below 5. After t steps it is
-    at most sqrt(t), and never above sqrt(1 / (1 - beta2)).
+    `factor`, and `growth` times the largest of the last 20 frames. Most normal trainings stay below 5. After t steps
+    it is at most sqrt(t), and never above sqrt(1 / (1 - beta2)).
     Try gradient clipping, a smaller beta2 such as 0.95, warm-up, or update clipping as in StableAdamW.
     """
     series = view.now("normalized_gradient")

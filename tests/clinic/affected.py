@@ -47,7 +47,19 @@ def summed_by_mistake() -> Training:
     """From step 50 on the loss is summed over the batch instead of averaged, as after a careless change."""
     model = Transformer()
     usual = predict(model)
-    return Training(model, stepper(adam(model), lambda number: usual(number) * (184 if number >= 50 else 1)))
+    step = stepper(adam(model), lambda number: usual(number) * (184 if number >= 50 else 1))
+    return Training(model, step, optimizer_state=True)
+
+
+def batch_of_another_scale() -> Training:
+    """One batch of raw pixels from 0 to 255, after many that were scaled."""
+    model = mlp()
+
+    def loss_of(number: int) -> Tensor:
+        inputs, labels = vectors()
+        return F.cross_entropy(model(inputs * 255 if number == 70 else inputs), labels)
+
+    return Training(model, stepper(adam(model), loss_of), optimizer_state=True)
 
 
 class _Recurrence(nn.Module):
@@ -395,7 +407,8 @@ AFFECTED = (
         ("missing_gradient",),
         severity="error",
     ),
-    Case("loss summed by mistake", summed_by_mistake, ("exploding_gradient",), onset=50),
+    Case("loss summed by mistake", summed_by_mistake, ("exploding_gradient", "stale_second_moment"), onset=50),
+    Case("batch of another scale", batch_of_another_scale, ("stale_second_moment",), onset=70),
     Case("recurrent weights grow", recurrent_weights_grow, ("exploding_gradient",), onset=70),
     Case("60 layers of tanh", deep_tanh, ("vanishing_gradient",)),
     Case("60 layers of sigmoid", deep_sigmoid, ("vanishing_gradient",)),

@@ -84,7 +84,7 @@ KINDS_NORMAL = (
     Case("Switch", lambda: plain(kinds.switch(), experts="gate")),
     Case("quantisation-aware", lambda: plain(kinds.quantised())),
     Case("quantisation-aware after 50 steps", quantised_later),
-    Case("LoRA", lambda: plain(kinds.adapted(), 5e-3)),
+    Case("LoRA", lambda: plain(kinds.adapted(), 5e-3, optimizer_state=True)),
     Case("LoRA with dropout", lambda: plain(kinds.adapted(dropout=0.3), 5e-3, steps=150)),
     Case("64 micro-batches", lambda: accumulated(kinds.graph(8), 64, steps=30, every=3)),
     Case("16 micro-batches of packed text", lambda: accumulated(kinds.packed(), 16, steps=40, every=4)),

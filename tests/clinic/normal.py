@@ -45,7 +45,7 @@ def plain_cnn() -> Training:
 
 def mlp_adamw() -> Training:
     model = mlp()
-    return _plain(model, classify(model), steps=200)
+    return _plain(model, classify(model), steps=200, optimizer_state=True)
 
 
 def mlp_without_care() -> Training:
@@ -104,7 +104,7 @@ def gpt2() -> Training:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     model = GPT2LMHeadModel(GPT2Config(**_WORDS, n_embd=32, n_layer=3, n_head=2, n_positions=LENGTH))
-    return _plain(model, _language(model), kinds=(*KINDS, "functional"))
+    return _plain(model, _language(model), kinds=(*KINDS, "functional"), optimizer_state=True)
 
 
 def bert() -> Training:
@@ -130,7 +130,7 @@ def _mixtral(experts: int, **options: Any) -> nn.Module:
 def mixtral() -> Training:
     """An expert of its second router gets no token from step 30 to 70."""
     model = _mixtral(4, output_router_logits=True)
-    return _plain(model, _language(model), experts=True, steps=600)
+    return _plain(model, _language(model), experts=True, steps=600, optimizer_state=True)
 
 
 def mixtral_of_eight() -> Training:
@@ -169,7 +169,7 @@ class Recurrent(nn.Module):
 
 def lstm() -> Training:
     model = Recurrent(num_layers=2)
-    return _plain(model, predict(model), 5e-3)
+    return _plain(model, predict(model), 5e-3, optimizer_state=True)
 
 
 def clipped_rnn() -> Training:

@@ -34,6 +34,7 @@ class Training:
     evaluated: bool = False
     experts: bool | str = False
     """Whether routers are watched, or the pattern of their paths."""
+    optimizer_state: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,8 @@ def train(case: Case, seed: int = 0) -> tuple[History, list[Finding], int]:
             watching.evaluation()
         if training.experts:
             watching.experts(training.experts if isinstance(training.experts, str) else None)
+        if training.optimizer_state:
+            watching.optimizer_state()
         for number in range(training.steps):
             watching.log({"loss": training.step(number)})
     assert watching.stats.errors == 0, watching.stats.messages

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import tbhooks
-from tests.support import zoo
+from tests.support import fake_device, zoo
 from tests.support.jobs import Quadratic
 
 SIZE, START, SPREAD = 20, 0.5, 2.0
@@ -273,3 +273,21 @@ def test_nothing_is_kept_after_a_step() -> None:
         optimizer.step()
     assert watching.latest.scalars["train.noise_scale"] == pytest.approx(seen)
     assert watching.stats.errors == 0, watching.stats.messages
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_on_a_device_nothing_waits_and_there_is_one_copy(parts: int) -> None:
+    """One part is told apart by its samples in the normalisation layer."""
+    model = fake_device.to_device(nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.Linear(16, 3)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with tbhooks.watch(model, every=1).noise_scale() as watching:
+        for _ in range(3):
+            with fake_device.Log() as log:
+                for _ in range(parts):
+                    model(fake_device.put(torch.randn(8, 6))).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    assert not watching.stats.errors, watching.stats.messages
+    assert math.isfinite(watching.latest.scalars["train.noise_scale"])
+    assert log.syncs == 0
+    assert len(log.copies) == 1

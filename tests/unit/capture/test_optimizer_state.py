@@ -15,6 +15,7 @@ from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, Muon, Optimizer, R
 import tbhooks
 from tbhooks.data.frame import KINDS, OPTIMIZER_KINDS
 from tbhooks.sinks.scalar_selection import shown_scalars
+from tests.support import fake_device
 from tests.support.frames import make_frame
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
@@ -165,6 +166,65 @@ def test_the_state_of_a_wrapped_optimizer_is_read() -> None:
     numbers = expected(optimizer.base_optimizer, model[0].weight, before["0.weight"])  # type: ignore[index]
     assert watching.latest["0.weight", "normalized_gradient"].rms == pytest.approx(numbers["normalized_gradient.rms"])
     watching.close()
+
+
+def test_the_factors_of_transformers_adafactor_are_read_as_the_second_moment_they_stand_for() -> None:
+    optimization = pytest.importorskip("transformers.optimization")
+
+    def make(params: Any) -> Optimizer:
+        made: Optimizer = optimization.Adafactor(params, lr=1e-2, relative_step=False, scale_parameter=False)
+        return made
+
+    model, watching, (optimizer, _) = train(make, watched=True)
+    state = optimizer.state[model[0].weight]  # type: ignore[index]
+    rows, columns = double(state["exp_avg_sq_row"]), double(state["exp_avg_sq_col"])
+    second = np.outer(rows, columns) / rows.mean()
+    frame = watching.latest
+    watching.close()
+    assert frame["0.weight", "second_moment"].rms == pytest.approx(rms(second), rel=1e-5)
+    assert frame["0.weight", "second_moment"].max == pytest.approx(second.max(), rel=1e-5)
+    bias = double(optimizer.state[model[0].bias]["exp_avg_sq"])  # type: ignore[index]
+    assert frame["0.bias", "second_moment"].rms == pytest.approx(rms(bias), rel=1e-5)
+
+
+def test_a_state_tensor_named_momentum_is_a_first_moment() -> None:
+    class Heavy(Optimizer):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {"lr": 0.1})
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for p in self.param_groups[0]["params"]:
+                moment = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                p.sub_(moment.mul_(0.9).add_(p.grad), alpha=0.1)
+
+    model, watching, (optimizer, _) = train(Heavy, watched=True)
+    moment = double(optimizer.state[model[0].weight]["momentum"])  # type: ignore[index]
+    assert watching.latest["0.weight", "first_moment"].norm == pytest.approx(np.linalg.norm(moment), rel=1e-6)
+    watching.close()
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD momentum", "Adafactor", "Muon"])
+def test_on_a_device_nothing_waits_and_there_is_one_copy(name: str) -> None:
+    def record(is_asked: bool) -> tuple[fake_device.Log, tbhooks.Watch]:
+        torch.manual_seed(0)
+        model = fake_device.to_device(nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)))
+        optimizer = OPTIMIZERS[name](model.parameters())
+        with tbhooks.watch(model, every=1) as w:
+            if is_asked:
+                w.optimizer_state()
+            for _ in range(3):
+                with fake_device.Log() as log:
+                    model(fake_device.put(torch.randn(8, 6))).sum().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return log, w
+
+    (plain, _), (asked, w) = record(is_asked=False), record(is_asked=True)
+    assert not w.stats.errors, w.stats.messages
+    assert any(site.kind == "first_moment" or site.kind == "second_moment" for site in w.latest.sites)
+    assert asked.syncs == plain.syncs  # Adafactor itself waits
+    assert len(asked.copies) == len(plain.copies)
 
 
 def test_bfloat16_moments_are_multiplied_in_float32() -> None:
