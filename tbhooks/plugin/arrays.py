@@ -38,6 +38,12 @@ class Rows:
         return self.columns.nbytes + self.seen.nbytes + self.steps.nbytes + self.times.nbytes
 
 
+def used_buckets(counts: Counts) -> slice:
+    """The buckets that any row has elements in, with one more on each side: what `stats.quantile` needs."""
+    used = np.flatnonzero(counts.any(axis=0))
+    return slice(max(int(used[0]) - 1, 0), int(used[-1]) + 2) if len(used) else slice(0, 0)
+
+
 @dataclass(frozen=True, slots=True)
 class Histogram:
     """The bucket counts of one step in the smallest integer type; of the unused buckets at either end only one."""
@@ -49,10 +55,9 @@ class Histogram:
 
     @classmethod
     def of(cls, source: Source, counts: Counts, where: Indices) -> Histogram:
-        used = np.flatnonzero(counts.any(axis=0))
-        first, last = (max(int(used[0]) - 1, 0), int(used[-1]) + 2) if len(used) else (0, 0)
+        used = used_buckets(counts)
         smallest = np.min_scalar_type(int(counts.max(initial=0)))
-        return cls(source, first, counts[:, first:last].astype(smallest), where)
+        return cls(source, used.start, counts[:, used].astype(smallest), where)
 
     def of_site(self, position: int) -> Counts:
         """The counts of one site."""

@@ -16,7 +16,7 @@ from tbhooks.data.frame import Site
 from tbhooks.data.jsonable import to_jsonable
 from tbhooks.data.roles import GAIN
 from tbhooks.data.stats import BUCKETS, INFS, LOWER, MAX, MIN, NANS, QUANTILES, STATS, UPPER, Counts
-from tbhooks.plugin.arrays import Histograms, Indices, Rows, Stored
+from tbhooks.plugin.arrays import Histograms, Indices, Rows, Stored, used_buckets
 from tbhooks.plugin.index import Kind, RunIndex
 from tbhooks.plugin.matrix import Matrix, common, gain_matrix, quantile, row_stat, undefined
 
@@ -135,8 +135,15 @@ def _gain_history(kind: Kind, rows: Rows, position: int) -> dict[str, list[float
         return {}
     pair = Rows(rows.steps, rows.times, rows.columns[:, :, [kind.before[position], position]], rows.seen, rows.thinned)
     known = rows.seen[:, position] & rows.seen[:, kind.before[position]]
-    gain = gain_matrix(pair, {1: 0}).values[:, 1].tolist()
-    return {GAIN: [value if is_known else None for value, is_known in zip(gain, known, strict=True)]}
+    return {GAIN: _where_known(gain_matrix(pair, {1: 0}).values[:, 1], known)}
+
+
+def _where_known(values: Stored, known: NDArray[np.bool_]) -> list[float | None]:
+    """The values, and None where they are not known."""
+    listed: list[float | None] = values.tolist()
+    if not known.all():
+        listed = [value if is_known else None for value, is_known in zip(listed, known.tolist(), strict=True)]
+    return listed
 
 
 def _seen_with_histogram(rows: Rows, histograms: Histograms, position: int) -> tuple[Indices, Indices]:
@@ -162,21 +169,23 @@ def history(
     kind: Kind, rows: Rows, histograms: Histograms, metrics: Mapping[str, Rows], position: int
 ) -> dict[str, Any]:
     """All stats of one site over the steps, its quantiles, and a sample of its histograms."""
-    own, seen = rows.columns[:, :, position], rows.seen[:, position]
-    series = {name: row_stat(name, own).tolist() for name in kind.stats if name in STATS}
+    # A copy, because the numbers of one site are far from each other in memory.
+    own, seen = np.ascontiguousarray(rows.columns[:, :, position]), rows.seen[:, position]
     drawn, which = _seen_with_histogram(rows, histograms, position)
     counts = np.array([histograms.each[i].of_site(position) for i in which], dtype=np.int64).reshape(-1, BUCKETS)
     some = np.unique(np.linspace(0, len(drawn) - 1, min(len(drawn), MOST_RIDGES)).round().astype(np.intp))
     edges, heights = trimmed(counts[some], own[:, drawn[some]])
+    used = used_buckets(counts)
     return {
         "steps": rows.steps.tolist(),
         "stats": {
-            name: [x if known else None for x, known in zip(values, seen & ~undefined(name, own), strict=True)]
-            for name, values in series.items()
+            name: _where_known(row_stat(name, own), seen & ~undefined(name, own))
+            for name in kind.stats
+            if name in STATS
         }
         | _gain_history(kind, rows, position)
         | _metric_history(metrics, rows.steps),
         "quantile_steps": rows.steps[drawn].tolist(),
-        "quantiles": {name: quantile(name, own[:, drawn], counts).tolist() for name in QUANTILES},
+        "quantiles": {name: quantile(name, own[:, drawn], counts[:, used], used.start).tolist() for name in QUANTILES},
         "ridges": {"steps": rows.steps[drawn[some]].tolist(), "edges": edges, "counts": heights},
     }

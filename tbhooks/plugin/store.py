@@ -7,6 +7,7 @@ from the same arrays. A value that does not match the metadata of its tag is lef
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -43,6 +44,10 @@ from tbhooks.sinks.tensorboard import samples as sample_codec
 BUDGET = 512 << 20
 LARGEST = 4 << 30
 """The most bytes that are decoded: no real run has more, and they could exhaust TensorBoard's memory."""
+LISTING_S = 1.0
+"""For so long the index of a run is used again. One click asks several questions, and TensorBoard's fast loader delays
+the second of two listings by 40 ms.
+"""
 _MUST_BE_COUNTS = (COUNT, ZEROS, NANS, INFS)
 
 
@@ -56,10 +61,21 @@ class Store:
     def __init__(self, provider: Any, budget: int = BUDGET) -> None:
         self._provider = provider
         self.cache = Cache(budget)
+        # The indices of single runs, and when they were read.
+        self._listed: dict[tuple[str, str], tuple[float, dict[str, RunIndex]]] = {}
 
     def runs(self, context: Any, experiment: str, run: str | None = None) -> dict[str, RunIndex]:
         """The index of all runs with our data, or of one run; no tensor is read."""
-        return read_index(list_tags(self._provider, context, experiment, run))
+        now = time.monotonic()
+        if run is None:
+            found = read_index(list_tags(self._provider, context, experiment))
+        else:
+            listed, found = self._listed.get((experiment, run), (now - LISTING_S, {}))
+            if now - listed < LISTING_S:
+                return found
+            found = read_index(list_tags(self._provider, context, experiment, run))
+        self._listed |= {(experiment, name): (now, {name: index}) for name, index in found.items()}
+        return found
 
     def run(self, context: Any, experiment: str, index: RunIndex) -> StoredRun:
         return StoredRun(Reader(self._provider, context, experiment, index.name), self.cache, experiment, index)

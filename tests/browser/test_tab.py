@@ -53,6 +53,18 @@ def test_hovering_a_cell_tells_module_step_and_value(pages: Pages) -> None:
         assert shown(level("first", MODULES.index(module), step)) in tooltip
 
 
+def test_resting_on_a_cell_asks_for_what_its_details_need_and_the_click_does_not_ask_again(pages: Pages) -> None:
+    tab = alone(pages, FIRST)
+    asked: list[str] = []
+    tab.page.on("request", lambda request: asked.append(request.url) if "/history?" in request.url else None)
+    tab.hover(3, 250)
+    wait_for(lambda: tab.page.wait_for_timeout(20) or bool(asked), "the question")
+    tab.click(3, 250)
+    expect(tab.frame.locator(".detail-name")).to_have_text("blocks.0.norm")
+    expect(tab.frame.locator(".detail-section[aria-busy=true]")).to_have_count(0)
+    assert len(asked) == 1
+
+
 def test_hovering_says_what_was_not_seen_what_is_not_finite_and_what_is_a_median(pages: Pages) -> None:
     tab = alone(pages, FIRST)
     assert "no data in this step" in tab.hover(0, 20)

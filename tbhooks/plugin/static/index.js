@@ -54,7 +54,7 @@ export function render() {
   });
   const finding = (mark) => goToFinding(mark.finding, SIDES[model.panes[mark.pane].of]);
   const describe = createDescribe({ model: () => model, matrices, what, shows: () => state.shows });
-  const heatmap = createHeatmap(shell.maps, { view: setRange, pick, toggle, label, finding, describe });
+  const heatmap = createHeatmap(shell.maps, { view: setRange, pick, rest, toggle, label, finding, describe });
   const legend = createLegend(shell.legend);
   const status = createStatus(shell);
   const findings = createFindings(shell.findings, {
@@ -289,6 +289,13 @@ export function render() {
     const removes = add && others.length < state.picks.length && state.picks.length > 1 && state.step === pane.steps[hit.index];
     const picks = add || adding ? (removes ? others : [...others.slice(0, MOST_PICKS - 1), pair]) : [pair];
     change({ picks, step: pane.steps[hit.index], side: SIDES[pane.of], panel: "open" });
+  }
+
+  /** Somebody looks at a cell and may click it: the slowest of the answers that its details need is asked for. */
+  function rest({ row, pane }) {
+    const site = model?.rows[row]?.site;
+    const run = choice.runs[model?.panes[pane]?.of];
+    if (site && run) detail.prepare({ run, kind: choice.kind, path: site.path, index: site.index });
   }
 
   function pickStep(step) {

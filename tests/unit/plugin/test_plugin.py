@@ -157,6 +157,11 @@ def counts_tensor(*arrays: Any) -> Any:
 ROWS = rows_tensor(DATA[A])
 
 
+@pytest.fixture(autouse=True)
+def every_question_lists_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "LISTING_S", 0.0)
+
+
 @pytest.fixture(scope="module")
 def tab(tmp_path_factory: pytest.TempPathFactory) -> Tab:
     """Ten steps of three sites, histograms on every third; `b` is missing in step 20, and NaN in step 50."""
@@ -893,6 +898,22 @@ def test_a_run_that_is_gone_is_missing_and_one_that_never_was_is_wrong(
 
 
 # --- What is kept ---
+
+
+def test_the_questions_of_one_click_list_the_run_once(tab: Tab, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed, list_tensors = [], tab.provider.list_tensors
+    monkeypatch.setattr(
+        tab.provider, "list_tensors", lambda *args, **named: listed.append(1) or list_tensors(*args, **named)
+    )
+    monkeypatch.setattr(store, "LISTING_S", 3600.0)
+    tab.ask("runs")
+    for _ in range(3):
+        assert tab.ask("history", run="one", kind="activation", path="a").status == 200
+        assert tab.ask("distribution", run="one", kind="activation", path="a", step=10).status == 200
+    assert len(listed) == 1
+    monkeypatch.setattr(store, "LISTING_S", 0.0)
+    tab.ask("history", run="one", kind="activation", path="a")
+    assert len(listed) == 2
 
 
 def test_tensors_are_read_once_until_there_are_new_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

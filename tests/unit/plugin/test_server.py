@@ -372,5 +372,6 @@ def test_a_run_that_was_removed_is_missing(server: Server) -> None:
     assert server.ask("findings", run="many/0").status == 200
     shutil.rmtree(server.directory / "many/0")
     server.wait_for(lambda: "many/0" not in server.newest())
+    server.wait_for(lambda: server.ask("findings", run="many/0").status != 200)
     reply = server.ask("findings", run="many/0")
     assert (reply.status, reply.content) == (404, b"run 'many/0' is no longer in the log directory")

@@ -133,6 +133,10 @@ export function createDetail(container, { api, onClose, onPickStep, axis = "line
       if (root.parentNode !== container) container.replaceChildren(root);
       update();
     },
+    /** Asks for the history of a cell that may be chosen next. */
+    prepare(where) {
+      answers.request("history", where);
+    },
     clear() {
       clearTimeout(timer);
       shown = null;

@@ -23,6 +23,7 @@ const RIGHT = 12;
 const TALLEST = 30;
 const COMFORTABLE = 22;
 const NEAR = 6;
+const REST = 100; // milliseconds after which somebody who does not move the mouse looks at the cell
 const NARROWEST = 150; // the column of names with room for sparklines
 
 /** Width of the column of names: what they need, within limits. */
@@ -55,8 +56,8 @@ export function layout({ width, height, dpr, labels, model, scroll }) {
 
 /**
  * @param {HTMLElement} container
- * @param on what the user does: `view(range or null)`, `pick(hit, add)`, `toggle(row)`, `label(hit, add)`, `finding(mark)`;
- *   `describe(hit)` gives `{ title, lines }`
+ * @param on what the user does: `view(range or null)`, `pick(hit, add)`, `toggle(row)`, `label(hit, add)`, `finding(mark)`,
+ *   `rest(hit)` when the mouse rests on a cell; `describe(hit)` gives `{ title, lines }`
  */
 export function createHeatmap(container, on) {
   const base = html("canvas", { class: "map-base", "aria-hidden": "true" });
@@ -71,6 +72,7 @@ export function createHeatmap(container, on) {
 
   let model = null;
   let g = null;
+  let resting = 0;
   let hover = null;
   let cursor = null;
   let measured = { rows: null, width: 0, labels: 0 };
@@ -158,6 +160,8 @@ export function createHeatmap(container, on) {
     hover = found && (found.row >= 0 || found.inStrip || found.marks.length) ? found : null;
     if (hover) tip.show(on.describe(hover), x, y, container.getBoundingClientRect());
     else tip.hide();
+    clearTimeout(resting);
+    if (hover?.index >= 0) resting = setTimeout(() => on.rest(found), REST);
     schedule(false);
   }
 
