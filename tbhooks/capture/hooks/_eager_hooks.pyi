@@ -16,11 +16,9 @@ class Lane:
     running_backward: Callable[[], int]
     tracing_state: Callable[[], object]
     count_modes: Callable[[], int]
-    is_profiled: Callable[[], bool]
     threads: Callable[[], int]
     is_neg: Callable[..., bool]
     storage_offset: Callable[..., Any]
-    is_inference: Callable[..., bool]
     is_view: Callable[..., bool]
     report: Report
     unseen: dict[str, str]
@@ -56,4 +54,6 @@ class EagerGradientHook:
     fired: bool
     is_view: bool
     failure: str
+    span: tuple[int, int, int]
+    version: int
     def __call__(self, gradient: Any) -> None: ...

@@ -35,6 +35,7 @@ enum { DL_CPU = 1, DL_FLOAT = 2, DL_BFLOAT = 4, DL_MAJOR = 1 };
 enum { F32, F64, BF16, F16 };                     /* as in kernel.c */
 enum { LARGE = 8192, MOST_RECENT = 256 };         /* LARGE: from here on the GIL is released */
 static const int64_t MOST_COUNT = 2147483647;     /* as in recorder.py */
+static const uint64_t NO_OFFSET = 1ULL << 40;     /* an address from here on is one: no storage has so many bytes */
 
 typedef int ReduceFunction(const void *, int64_t, int64_t, double *, int32_t *, int64_t);
 typedef int AliveFunction(const char *, int64_t, int64_t, int64_t, int64_t, float *);
@@ -56,7 +57,7 @@ typedef struct {
 typedef struct {
     PyObject_HEAD
     /* Set once, by eager_hooks.py. */
-    PyObject *tensor_type, *parameter_type, *can_read, *new_hooks, *running_backward, *tracing_state, *count_modes, *is_profiled, *threads;
+    PyObject *tensor_type, *parameter_type, *can_read, *new_hooks, *running_backward, *tracing_state, *count_modes, *threads;
     PyObject *is_neg, *storage_offset, *is_view;
     PyObject *report, *unseen, *key, *gradient_reader, *read_gradient, *on_units, *on_failure;
     Exchange *exchange;
@@ -72,13 +73,13 @@ typedef struct {
     PyObject *headers, *owners, *acquire, *release;
     Header *calls, *buffer;
     int64_t number, row_bytes, record_bytes;
-    int with_buckets;
+    int with_buckets, is_hooked; /* is_hooked: `hooked` of the open forward is True */
     unsigned long thread;
     int64_t fired, nanoseconds;
 } Lane;
 
 #define EACH_SETTING(DO)                                                                                         \
-    DO(tensor_type) DO(parameter_type) DO(can_read) DO(new_hooks) DO(running_backward) DO(tracing_state) DO(count_modes) DO(is_profiled)         \
+    DO(tensor_type) DO(parameter_type) DO(can_read) DO(new_hooks) DO(running_backward) DO(tracing_state) DO(count_modes)         \
     DO(threads) DO(is_neg) DO(storage_offset) DO(is_view) DO(report) DO(unseen) DO(key)         \
     DO(gradient_reader) DO(read_gradient) DO(on_units) DO(on_failure)
 #define EACH_STATE(DO)                                                                                           \
@@ -179,6 +180,7 @@ static PyObject *Lane_open_forward(Lane *self, PyObject *args) {
     SET(recent, recent);
     SET(gradient_hooks, gradient_hooks);
     SET(forward, forward);
+    self->is_hooked = 0;
     Py_RETURN_NONE;
 }
 
@@ -237,6 +239,14 @@ static int ask(PyObject *function, PyObject *of) { return is_true(PyObject_CallF
 
 static int has(PyObject *object, PyObject *name) { return is_true(PyObject_GetAttr(object, name)); }
 
+/* An attribute of a module. As PyObject_GetAttr, which first looks for __getattribute__ in the class of a module. */
+static PyObject *of_module(PyObject *module, PyObject *name) {
+    PyObject *found = PyObject_GenericGetAttr(module, name);
+    if (found || !PyErr_ExceptionMatches(PyExc_AttributeError)) return found;
+    PyErr_Clear();
+    return PyObject_GetAttr(module, name);
+}
+
 static int is_none(PyObject *result) {
     if (!result) return -1;
     Py_DECREF(result);
@@ -293,9 +303,11 @@ static int view(Lane *lane, PyObject *tensor, View *out) {
     out->data = d->data, out->size = size;
     const int negated = ask(lane->is_neg, tensor);
     if (negated) return negated < 0 ? -1 : 0;
+    /* At an offset there need not be any memory: in a storage that was freed, the address is the offset in bytes. */
+    if ((uint64_t)(uintptr_t)d->data >= NO_OFFSET) return 1;
     const long long offset = as_number(PyObject_CallFunctionObjArgs(lane->storage_offset, tensor, NULL));
     if (offset < 0) return -1;
-    return offset == 0 ? 1 : ask(lane->can_read, tensor); /* at an offset there need not be any memory */
+    return offset == 0 ? 1 : ask(lane->can_read, tensor);
 }
 
 /* describe(tensors, table): writes address, size and type of each tensor of a list into a table of int64 at an address.
@@ -407,13 +419,8 @@ static int record_tensor(Lane *lane, PyObject *open, const View *read, PyObject 
     return done;
 }
 
-/* Whether this is the thread that the lane was opened in, and no profiler wants labels: 1, 0, or -1 with an exception.
- * Called first, when the lane is known to be open. */
-static int is_ordinary(Lane *lane) {
-    if (lane->thread != PyThread_get_thread_ident()) return 0;
-    const int profiled = is_true(PyObject_CallNoArgs(lane->is_profiled));
-    return profiled < 0 ? -1 : !profiled;
-}
+/* Whether this is the thread that the lane was opened in. */
+static int is_own_thread(const Lane *lane) { return lane->thread == PyThread_get_thread_ident(); }
 
 /* Reports the exception that is set, as Observer._on_failure does. Training never sees it. */
 static void report_failure(Lane *lane, PyObject *hook) {
@@ -435,6 +442,7 @@ typedef struct {
     PyObject *lane, *observer, *step, *failure;
     PyObject *site, *pass;    /* the only ones, as long as there are no lists */
     PyObject *sites, *passes; /* lists, made when Python asks for them */
+    long long buffer, record, version; /* where the tensor was recorded, and its version then */
     char fired, is_view;
 } GradientHook;
 
@@ -463,6 +471,7 @@ static PyMemberDef GradientHook_members[] = {
     {"failure", T_OBJECT_EX, offsetof(GradientHook, failure), 0, NULL},
     {"fired", T_BOOL, offsetof(GradientHook, fired), 0, NULL},
     {"is_view", T_BOOL, offsetof(GradientHook, is_view), 0, NULL},
+    {"version", T_LONGLONG, offsetof(GradientHook, version), READONLY, NULL},
     {NULL},
 };
 
@@ -484,7 +493,13 @@ static PyObject *GradientHook_passes(GradientHook *self, void *Py_UNUSED(closure
     return as_list(&self->passes, self->pass);
 }
 
+/* The record of the tensor, as a span of Recorder. */
+static PyObject *GradientHook_span(GradientHook *self, void *Py_UNUSED(closure)) {
+    return Py_BuildValue("(LLL)", self->buffer, self->record, self->record + 1);
+}
+
 static PyGetSetDef GradientHook_getset[] = {
+    {"span", (getter)GradientHook_span, NULL, NULL, NULL},
     {"sites", (getter)GradientHook_sites, NULL, NULL, NULL},
     {"passes", (getter)GradientHook_passes, NULL, NULL, NULL},
     {NULL},
@@ -506,8 +521,7 @@ static int read_gradient(Lane *lane, GradientHook *self, PyObject *gradient) {
     /* References of its own: what is called below may run Python, and another thread may close the lane. */
     PyObject *running = Py_NewRef(lane->running);
     Py_INCREF(site);
-    int fits = is_ordinary(lane);
-    if (fits > 0) fits = view(lane, gradient, &read);
+    int fits = is_own_thread(lane) ? view(lane, gradient, &read) : 0;
     if (fits > 0) {
         self->fired = 1;
         fits = record_tensor(lane, self->step, &read, site, running, &number);
@@ -578,7 +592,10 @@ static GradientHook *hook_gradient(Lane *lane, const Open *open, PyObject *tenso
         if (!done) goto failed;
     }
     if (PyList_Append(open->gradient_hooks, (PyObject *)hook)) goto failed;
-    if (!is_view && PyObject_SetAttr(open->forward, names.hooked, Py_True)) goto failed;
+    if (!is_view && !(lane->is_hooked && lane->forward == open->forward)) {
+        if (PyObject_SetAttr(open->forward, names.hooked, Py_True)) goto failed;
+        lane->is_hooked = lane->forward == open->forward;
+    }
     return hook;
 failed:
     Py_DECREF(hook);
@@ -636,12 +653,12 @@ static PyMemberDef ForwardHook_members[] = {
 
 /* Whether the open forward is the one that runs, as ActiveStep.continued_forward: 1, 0, or -1 with an exception. */
 static int is_continued(Lane *lane, const Open *open) {
-    int fits = is_ordinary(lane);
-    if (fits <= 0) return fits;
+    int fits;
+    if (!is_own_thread(lane)) return 0;
     PyObject *model = PyWeakref_GetObject(open->model);
     if (!model || model == Py_None) return model ? 0 : -1;
     Py_INCREF(model);
-    fits = has(model, names.training);
+    fits = is_true(of_module(model, names.training));
     Py_DECREF(model);
     if (fits <= 0) return fits;
     if ((fits = has(open->forward, names.evaluates))) return fits < 0 ? -1 : 0;
@@ -652,22 +669,25 @@ static int is_continued(Lane *lane, const Open *open) {
     return 0;
 }
 
-/* Whether this very tensor was read a moment ago: 1, 0, or -1 with an exception. */
-static int is_recent(const Open *open, PyObject *id, PyObject *tensor, PyObject *version) {
-    PyObject *entry = PyDict_GetItemWithError(open->recent, id);
+/* Whether this very tensor, which no gradient hook knows, was read a moment ago: 1, 0, or -1 with an exception. */
+static int is_recent(const Open *open, PyObject *tensor, PyObject *version) {
+    PyObject *id = PyLong_FromVoidPtr(tensor), *entry = id ? PyDict_GetItemWithError(open->recent, id) : NULL;
+    Py_XDECREF(id);
     if (!entry) return PyErr_Occurred() ? -1 : 0;
     if (PyWeakref_GetObject(PyTuple_GetItem(entry, 0)) != tensor) return 0;
     return PyObject_RichCompareBool(PyTuple_GetItem(entry, 1), version, Py_EQ);
 }
 
-/* As StepContext.cache. */
-static int remember(PyObject *recent, PyObject *id, PyObject *tensor, PyObject *version, PyObject *span,
-                    PyObject *hook) {
+/* As StepContext.cache, for a tensor without a gradient hook. */
+static int remember(PyObject *recent, PyObject *tensor, PyObject *version, long long buffer, long long record) {
     if (PyDict_Size(recent) > MOST_RECENT) PyDict_Clear(recent);
-    PyObject *weak = PyWeakref_NewRef(tensor, NULL);
-    PyObject *entry = weak ? PyTuple_Pack(4, weak, version, span, hook) : NULL;
-    const int failed = !entry || PyDict_SetItem(recent, id, entry);
+    PyObject *id = PyLong_FromVoidPtr(tensor), *weak = PyWeakref_NewRef(tensor, NULL);
+    PyObject *span = Py_BuildValue("(LLL)", buffer, record, record + 1);
+    PyObject *entry = weak && span ? PyTuple_Pack(4, weak, version, span, Py_None) : NULL;
+    const int failed = !id || !entry || PyDict_SetItem(recent, id, entry);
+    Py_XDECREF(id);
     Py_XDECREF(weak);
+    Py_XDECREF(span);
     Py_XDECREF(entry);
     return failed ? -1 : 0;
 }
@@ -715,25 +735,23 @@ static int count_units(Lane *lane, ForwardHook *self, PyObject *tensor, PyObject
     return failed ? -1 : 0;
 }
 
-static int read_tensor(Lane *lane, const Open *open, ForwardHook *self, PyObject *tensor, PyObject *id,
-                       PyObject *version, Grad *grad, const View *read) {
+static int read_tensor(Lane *lane, const Open *open, ForwardHook *self, PyObject *tensor, PyObject *version, Grad *grad,
+                       const View *read) {
     int64_t number = 0;
     const long long buffer = lane->number;
-    PyObject *site = Py_NewRef(self->site), *span = NULL;
+    PyObject *site = Py_NewRef(self->site);
     int done = record_tensor(lane, open->forward, read, site, open->forward, &number);
     Py_DECREF(site);
-    if (done > 0 && !(span = Py_BuildValue("(LLL)", buffer, (long long)number, (long long)number + 1)))
-        done = -1;
     if (done > 0 && PySet_Add(open->called, self->path)) done = -1;
     if (done > 0 && self->units != Py_None && count_units(lane, self, tensor, open->forward, read)) done = -1;
-    GradientHook *hook = NULL;
-    if (done > 0 && grad->grad_fn) {
-        hook = hook_gradient(lane, open, tensor, grad->grad_fn, grad->hooks, self->gradient_site, grad->is_view);
-        if (!hook) done = -1;
-    }
-    if (done > 0 && remember(open->recent, id, tensor, version, span, hook ? (PyObject *)hook : Py_None)) done = -1;
-    Py_XDECREF((PyObject *)hook);
-    Py_XDECREF(span);
+    if (done <= 0) return done;
+    if (!grad->grad_fn) return remember(open->recent, tensor, version, buffer, number) ? -1 : 1;
+    GradientHook *hook =
+        hook_gradient(lane, open, tensor, grad->grad_fn, grad->hooks, self->gradient_site, grad->is_view);
+    if (!hook) return -1;
+    hook->buffer = buffer, hook->record = number, hook->version = PyLong_AsLongLong(version);
+    if (hook->version == -1 && PyErr_Occurred()) done = -1;
+    Py_DECREF((PyObject *)hook);
     return done;
 }
 
@@ -756,12 +774,10 @@ static int read_open(Lane *lane, const Open *open, ForwardHook *self, PyObject *
         PyErr_Clear();
         return 0;
     }
-    PyObject *id = PyLong_FromVoidPtr(tensor);
-    fits = id ? is_recent(open, id, tensor, version) : -1;
+    fits = PyDict_Size(open->recent) ? is_recent(open, tensor, version) : 0;
     fits = fits < 0 ? -1 : !fits;
     if (fits > 0) fits = look_at_grad(lane, self, tensor, &grad);
-    if (fits > 0) fits = read_tensor(lane, open, self, tensor, id, version, &grad, &read);
-    Py_XDECREF(id);
+    if (fits > 0) fits = read_tensor(lane, open, self, tensor, version, &grad, &read);
     Py_XDECREF(version);
     Py_XDECREF(grad.grad_fn);
     Py_XDECREF(grad.hooks);
@@ -824,7 +840,7 @@ static PyType_Spec ForwardHook_spec = {
 
 /* Whether a dictionary of a module has these names, and values with these ids, in this order: 1, 0, or -1. */
 static int has_items(PyObject *module, PyObject *attribute, PyObject *keys, PyObject *ids) {
-    PyObject *items = PyObject_GetAttr(module, attribute), *key, *value;
+    PyObject *items = of_module(module, attribute), *key, *value;
     if (!items) return -1;
     int same = PyDict_Check(items) && PyDict_Size(items) == PyTuple_Size(keys);
     Py_ssize_t position = 0;
@@ -882,7 +898,7 @@ PyMODINIT_FUNC PyInit__eager_hooks(void) {
     for (size_t i = 0; i < sizeof texts / sizeof *texts; i++)
         if (!(*texts[i].kept = PyUnicode_InternFromString(texts[i].text))) return NULL;
     PyObject *module = PyModule_Create(&definition);
-    if (!module || PyModule_AddIntConstant(module, "ABI", 2) || add_type(module, "Lane", &Lane_spec, NULL) ||
+    if (!module || PyModule_AddIntConstant(module, "ABI", 3) || add_type(module, "Lane", &Lane_spec, NULL) ||
         add_type(module, "EagerGradientHook", &GradientHook_spec, &gradient_hook_type) ||
         add_type(module, "EagerForwardHook", &ForwardHook_spec, NULL)) {
         Py_XDECREF(module);

@@ -55,7 +55,7 @@ else:
 __all__ = ["UNREADABLE", "EagerGradientHook", "EagerHook", "EagerLane", "describe_all"]
 
 # Incremented when eager_hooks.c and this file change together: an extension left over from another version is not used.
-ABI = 2
+ABI = 3
 UNREADABLE = -1
 _EXCHANGE = getattr(Tensor, "__dlpack_c_exchange_api__", None)
 
@@ -88,10 +88,8 @@ def _make_lane() -> Lane | None:
     lane.tensor_type, lane.parameter_type, lane.new_hooks = Tensor, nn.Parameter, OrderedDict
     lane.can_read = cpu.can_read
     lane.running_backward, lane.tracing_state = autograd.running_backward, autograd.tracing_state
-    lane.count_modes, lane.is_profiled = autograd.count_dispatch_modes, autograd.is_profiled
-    lane.threads = torch.get_num_threads
-    lane.is_neg, lane.storage_offset = Tensor.is_neg, Tensor.storage_offset
-    lane.is_view = Tensor._is_view
+    lane.count_modes, lane.threads = autograd.count_dispatch_modes, torch.get_num_threads
+    lane.is_neg, lane.storage_offset, lane.is_view = Tensor.is_neg, Tensor.storage_offset, Tensor._is_view
     # Negative: torch never gives out such a key.
     lane.key = -1 - RemovableHandle(OrderedDict()).id
     return lane
@@ -151,7 +149,7 @@ class EagerLane:
 
     def open_forward(self, forward: Pass, context: OpenStep, units: tuple[object, ...]) -> None:
         """What follows in this forward will be read into this step, as long as the model is in training mode."""
-        place = None if self.lane is None else self._recorder.cpu_place()
+        place = self._place()
         if self.lane is not None and place is not None:
             self.lane.open_forward(
                 place, units, self._model, forward, context, context.called, context.recent, context.gradient_hooks
@@ -159,9 +157,13 @@ class EagerLane:
 
     def open_backward(self, context: OpenStep, running: Backward, reached: Pass) -> None:
         """What follows in this backward will be read into this step, as long as it goes through the same forward."""
-        place = None if self.lane is None else self._recorder.cpu_place()
+        place = self._place()
         if self.lane is not None and place is not None:
             self.lane.open_backward(place, context, running, reached)
+
+    def _place(self) -> tuple[object, ...] | None:
+        """Where hooks in C record. None if they cannot; under a profiler hooks in Python put labels into its trace."""
+        return None if self.lane is None or autograd.is_profiled() else self._recorder.cpu_place()
 
     def close(self) -> None:
         """What follows is read in Python, which decides anew."""

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tbhooks.capture.autograd import NO_BACKWARD
 from tbhooks.capture.compile.dynamo import is_compiled
+from tbhooks.capture.hooks.eager_hooks import EagerGradientHook
 from tbhooks.capture.hooks.hook_types import ForwardHook, GradientHook
 from tbhooks.capture.hooks.passes import Backward, Pass
 from tbhooks.capture.recording.calls import Span
@@ -28,7 +29,7 @@ NONE_CAME = "no gradient came out of the compiled graph: there was no backward, 
 MOST_RECENT = 256
 
 
-_Recent = tuple[weakref.ref[Tensor], int, Span | None, GradientHook | None]
+_Recent = tuple[weakref.ref[Tensor], int, Span | None, GradientHook | EagerGradientHook | None]
 """A tensor read a moment ago, its version, record and hook: it is recognised when the next module returns it again."""
 
 
@@ -72,14 +73,17 @@ class StepContext:
         inside = [other for other, hook in hooks.items() if other != path and other.startswith(start) and hook.reads]
         return bool(inside) and self.called.isdisjoint(inside)
 
-    def lookup(self, tensor: Tensor) -> tuple[Span | None, GradientHook | None]:
+    def lookup(self, tensor: Tensor) -> tuple[Span | None, GradientHook | EagerGradientHook | None]:
         """The record and the gradient hook of this very tensor, if it is unchanged since it was read."""
         recent = self.recent.get(id(tensor))
-        if recent is None or recent[0]() is not tensor or recent[1] != tensor._version:
-            return None, None
-        return recent[2], recent[3]
+        if recent is not None and recent[0]() is tensor and recent[1] == tensor._version:
+            return recent[2], recent[3]
+        for hook in (tensor._backward_hooks or {}).values():  # a hook in C knows the record itself
+            if isinstance(hook, EagerGradientHook) and hook.step is self and hook.version == tensor._version:
+                return hook.span, hook
+        return None, None
 
-    def cache(self, tensor: Tensor, span: Span | None, hook: GradientHook | None) -> None:
+    def cache(self, tensor: Tensor, span: Span | None, hook: GradientHook | EagerGradientHook | None) -> None:
         """Keeps them for `lookup`."""
         if tensor.is_inference():  # it has no version: an in-place change would go unnoticed
             return

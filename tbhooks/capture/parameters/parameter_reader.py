@@ -114,6 +114,11 @@ class ParameterReader:
         model = self._model()
         return frozenset() if model is None else structure.of(model).parameter_ids()
 
+    def structure_version(self) -> int:
+        """A number that has changed if the model has other parameters."""
+        model = self._model()
+        return -1 if model is None else structure.of(model).version()
+
     def backward_begins(self) -> None:
         """Notes the version of each gradient, so that `backward_ended` knows which ones this backward has changed. A
         backward of another model changes none of them.

@@ -10,6 +10,7 @@ import itertools
 import sys
 import threading
 import weakref
+from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any, Protocol
 
@@ -30,6 +31,20 @@ from tbhooks.data.self_report import Report
 
 _Held = tuple[int, int]
 """How many parameters an optimizer has, and the id of the first."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Owned:
+    """The model's parameters that an optimizer updates."""
+
+    parameters: frozenset[int]
+    held: _Held
+    """What the optimizer held when they were found."""
+    found_in: tuple[int, list[int]] | None
+    """The version of the model's structure then, and all parameters of the optimizer: as long as both are the same, the
+    optimizer updates the same ones. None if that depends on more.
+    """
+
 
 MODES = ("auto", "optimizer", "forward", "manual")
 
@@ -73,8 +88,9 @@ class Clock:
         # A number for each optimizer. Unlike ids, numbers are not used again after an optimizer was deleted.
         self._keys: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._next_key = itertools.count()
-        # The model's parameters that each optimizer updates, and what the optimizer held when they were found.
-        self._owned: weakref.WeakKeyDictionary[Optimizer, tuple[_Held, frozenset[int]]] = weakref.WeakKeyDictionary()
+        self._owned: weakref.WeakKeyDictionary[Optimizer, _Owned] = weakref.WeakKeyDictionary()
+        self._is_checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        """The optimizers of which `_owned` is known to be current."""
         # The optimizers that have stepped in the running step of DeepSpeed ZeRO, with what they have updated.
         self._inside_zero: weakref.WeakKeyDictionary[Optimizer, frozenset[int]] = weakref.WeakKeyDictionary()
         # The same for the optimizers that have stepped, at their last step.
@@ -139,8 +155,8 @@ class Clock:
         self._stop_counting_forwards()
 
     def parameters_may_have_changed(self) -> None:
-        """Parameters may have been replaced: which optimizers update them is found again."""
-        self._owned.clear()
+        """Parameters may have been replaced: which optimizers update them is checked again."""
+        self._is_checked.clear()
 
     def owns(self, optimizer: Optimizer) -> bool:
         """Whether this optimizer updates any parameter of the model."""
@@ -266,11 +282,22 @@ class Clock:
         groups = [group["params"] for group in optimizer.param_groups]
         # Groups may be added at any time, and DeepSpeed ZeRO exchanges them.
         held = sum(map(len, groups)), next((id(group[0]) for group in groups if group), 0)
-        known, owned = self._owned.get(optimizer, ((-1, 0), frozenset()))
-        if known != held:
-            owned = self._parameters.owned_by(optimizer) or self._formerly_owned_by(optimizer)
-            self._owned[optimizer] = held, owned
-        return owned
+        known = self._owned.get(optimizer)
+        if known is None or known.held != held or optimizer not in self._is_checked:
+            known = self._owned[optimizer] = self._find_owned(optimizer, held, known)
+            self._is_checked.add(optimizer)
+        return known.parameters
+
+    def _find_owned(self, optimizer: Optimizer, held: _Held, known: _Owned | None) -> _Owned:
+        """Finds the parameters, unless those that are `known` must be the same."""
+        version = self._parameters.structure_version()
+        ids = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+        if known is not None and known.found_in == (version, ids):
+            return known
+        owned = self._parameters.owned_by(optimizer)
+        if owned:
+            return _Owned(owned, held, (version, ids) if owned.issubset(ids) else None)
+        return _Owned(self._formerly_owned_by(optimizer), held, None)
 
     def _formerly_owned_by(self, optimizer: Optimizer) -> frozenset[int]:
         """Returns the parameters that the optimizer updated while they were the model's, and warns that they are not.

@@ -39,6 +39,7 @@ class Tripwire:
         self._last_step = NEVER
         # Two tensors on the device, each with a step or NEVER. The first non-finite step since the last logged one:
         self._since: Tensor | None = None
+        self._never: Tensor | None = None
         # If the newest step is not finite, the first of the non-finite steps before it without a finite one in between:
         self._ongoing_since: Tensor | None = None
 
@@ -73,27 +74,32 @@ class Tripwire:
         if self._since is not None and self._used:
             self._evaluate()
             recorder.scalar(NONFINITE_SINCE, self._since)
-            self._since = torch.full_like(self._since, NEVER)
+            self._since = self._never
 
     def _allocate(self, like: Tensor) -> None:
         """Allocates the buffer for gradients of this device and dtype. What was found so far is kept."""
         self._evaluate()
         with torch.inference_mode(False):
             self._extremes = like.detach().new_zeros(MOST_STEPS, 2)
-            never = like.detach().new_full((), NEVER, dtype=torch.int64)
+            self._never = never = like.detach().new_full((), NEVER, dtype=torch.int64)
         self._slots = list(zip(*(column.unbind() for column in self._extremes.unbind(1)), strict=True))
         self._since = never if self._since is None else self._since.to(like.device)
         self._ongoing_since = never if self._ongoing_since is None else self._ongoing_since.to(like.device)
 
     def _evaluate(self) -> None:
         """Updates `_since` and `_ongoing_since` from the stored extremes, on the device, and empties the buffer."""
-        if self._used and self._extremes is not None and self._since is not None and self._ongoing_since is not None:
+        stored, since, ongoing, never = self._extremes, self._since, self._ongoing_since, self._never
+        if self._used and stored is not None and since is not None and ongoing is not None and never is not None:
             with torch.no_grad():
-                bad = self._extremes[: self._used].isfinite().all(dim=1).logical_not()
-                first = bad.to(torch.int32).argmax() + self._first_step
-                first = torch.where(bad[0] & (self._ongoing_since >= 0), self._ongoing_since, first)
-                self._since = torch.where(bad.any() & (self._since < 0), first, self._since)
-                self._ongoing_since = torch.where(bad[-1], self._since, torch.full_like(self._since, NEVER))
+                finite = stored[: self._used].isfinite()
+                if finite.device.type == "cpu" and bool(finite.all()):  # no sync is needed to know that
+                    self._ongoing_since = never
+                else:
+                    bad = finite.all(dim=1).logical_not()
+                    first = bad.to(torch.int32).argmax() + self._first_step
+                    first = torch.where(bad[0] & (ongoing >= 0), ongoing, first)
+                    self._since = torch.where(bad.any() & (since < 0), first, since)
+                    self._ongoing_since = torch.where(bad[-1], self._since, never)
         self._first_step += self._used
         self._used = 0
 
