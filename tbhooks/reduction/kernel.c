@@ -35,6 +35,9 @@ enum { BLOCK = 2048, FEW = 512, TABLES = 8, STRIDE = KEYS + 16 };
 /* WORTH_THREADS: a shorter array is read before other threads have woken up. */
 enum { SLICE = 32 * BLOCK, WORTH_THREADS = 2 * SLICE };
 
+/* So many samples are looked at before it is asked whether all units are alive. */
+enum { ROWS = 8 };
+
 #define INLINE static inline __attribute__((always_inline))
 
 /* A block of n elements; the sums are of powers of the deviations from a pivot. A NaN or an infinity makes
@@ -565,14 +568,16 @@ static int any(const char *data, int64_t n, int64_t size) {
     return 0;
 }
 
-/* The same of single values, one for each of n units: sets alive[unit] to 1, and returns how many are not. */
+/* The same of single values, `rows` for each of n units: sets alive[unit] to 1, and returns how many are not. */
 #define MARK_ALIVE(read, word)                                                                                   \
     _Pragma("omp simd reduction(+ : silent)") for (int64_t u = 0; u < n; u++) {                                  \
-        const float is = (word)(read(data, u) << 1) || alive[u] != 0 ? 1 : 0;                                    \
+        word bits = 0;                                                                                           \
+        for (int64_t r = 0; r < rows; r++) bits |= (word)read(data, r * n + u);                                  \
+        const float is = (word)(bits << 1) || alive[u] != 0 ? 1 : 0;                                             \
         alive[u] = is;                                                                                           \
         silent += is == 0;                                                                                       \
     }
-static int32_t mark_alive(const char *data, int64_t n, int64_t size, float *alive) {
+INLINE int32_t mark_alive(const char *data, const int64_t rows, int64_t n, int64_t size, float *alive) {
     int32_t silent = 0;
     if (size == 4) {
         MARK_ALIVE(read_u32, uint32_t)
@@ -589,13 +594,14 @@ static int32_t mark_alive(const char *data, int64_t n, int64_t size, float *aliv
 int tbhooks_find_alive(const char *data, int64_t dtype, int64_t outer, int64_t units, int64_t inner, float *alive) {
     if (dtype < F32 || dtype > F16 || outer < 0 || units < 0 || inner < 0) return -1;
     const int64_t size = WIDTHS[dtype], run = inner * size;
-    int64_t silent = units;
-    for (int64_t o = 0; o < outer && silent; o++) {
-        if (inner == 1) {
-            silent = mark_alive(data, units, size, alive);
-            data += units * size;
-            continue;
-        }
+    int64_t silent = units, o = 0;
+    if (inner == 1) {
+        for (; o + ROWS <= outer && silent; o += ROWS)
+            silent = mark_alive(data + o * run * units, ROWS, units, size, alive);
+        for (; o < outer && silent; o++) silent = mark_alive(data + o * run * units, 1, units, size, alive);
+        return 0;
+    }
+    for (; o < outer && silent; o++) {
         silent = 0;
         for (int64_t u = 0; u < units; u++, data += run) {
             if (alive[u] == 0 && any(data, inner, size)) alive[u] = 1;

@@ -72,6 +72,10 @@ class ParameterReader:
         self._sites: dict[tuple[str, str], int] = {}
         # Whether the running backward leaves gradients that can be read at its end.
         self._reads_norm = False
+        # Whether all parameters of the model are watched, and no framework gathers them or has noted anything in them.
+        self._all_are_plain = False
+        # The same for a version of the model's structure, but for what is noted.
+        self._plain_in = -1, False
         self._plain = PlainParameters(recorder, self._snapshots, self._site, report)
         self._structure_version: int | None = None
         # No reference to a parameter, not even a weak one: torch swaps only parameters without any.
@@ -125,7 +129,6 @@ class ParameterReader:
         """
         self._reads_norm = self._recorder.wants("weight_gradient") and self._is_readable_in_backward()
         if self._reads_norm:
-            self._find_parameters()
             self._versions = {key: GradientVersion(weakref.ref(g), g._version) for key, g in self._gradients().items()}
 
     def backward_ended(self, scale: Tensor | None) -> None:
@@ -157,8 +160,16 @@ class ParameterReader:
 
     def _is_readable_in_backward(self) -> bool:
         model = self._model()
-        if model is None or sharded_tensors.is_gathered_to_run(model):
+        if model is None:
             return False
+        if self._plain_in[1]:
+            self._find_parameters()
+            if self._all_are_plain:
+                return True
+        if sharded_tensors.is_gathered_to_run(model):
+            self.clear()  # parameters that were found now are the gathered ones
+            return False
+        self._find_parameters()
         return not any(map(master_weights.is_partitioned, structure.of(model).noted_parameters()))
 
     def gradients_unscaled(self, optimizer: Optimizer) -> None:
@@ -292,11 +303,16 @@ class ParameterReader:
         version = structure.of(model).version() if self._selector.is_static else None
         owners = ((key, owner, name) for key, _, ref, name in self._known if (owner := ref()) is not None)
         known = {key: p for key, owner, name in owners if (p := owner._parameters.get(name)) is not None}
+        self._all_are_plain = False
         # Frameworks that keep weights of their own note them in attributes of the parameters, at any time.
         if version is None or version != self._structure_version or any(p.__dict__ for p in known.values()):
             self._structure_version = self._walk_parameters(model, version)
         else:
             self._paths, self._tensors = {key: path for key, path, _, _ in self._known}, known
+            if self._plain_in[0] != version:
+                is_whole = len(known) == len(structure.of(model).parameter_ids())
+                self._plain_in = version, is_whole and not sharded_tensors.is_gathered_to_run(model)
+            self._all_are_plain = self._plain_in[1]
         if self._recorder.wants("update"):
             self._reserve_copies()
 
@@ -329,7 +345,7 @@ class ParameterReader:
         """Reserves memory for the copies of CPU parameters."""
         described = None if self._masters else describe_all(list(self._tensors.values()))
         if described is not None and (described[:, 2] != UNREADABLE).all():
-            self._snapshots.reserve(self._tensors.items())
+            self._snapshots.reserve_described(self._tensors, described)
             return
         local = ((key, self._weight(key)) for key in self._tensors)
         self._snapshots.reserve((key, weight) for key, weight in local if can_be_one_of_many(weight))

@@ -54,7 +54,7 @@ class PlainParameters:
             return keys
         copies = np.zeros(len(described), np.int64)
         if recorder.wants("update"):
-            slots = self._snapshots.reserved(keys, weights)
+            slots = self._snapshots.reserved(keys, weights, described[:: len(kinds)])
             if slots is None:
                 return keys
             copies[:: len(kinds)] = slots
@@ -71,8 +71,11 @@ class PlainParameters:
         if not self._may_read(keys) or not self._recorder.wants("update"):
             return keys
         weights: list[Tensor] = [tensors[key] for key in keys]
-        described, before = describe_all(weights), self._snapshots.committed(keys, weights)
-        if described is None or before is None or (described[:, 2] == UNREADABLE).any():
+        described = describe_all(weights)
+        if described is None or (described[:, 2] == UNREADABLE).any():
+            return keys
+        before = self._snapshots.committed(keys, weights, described)
+        if before is None:
             return keys
         if not self._recorder.record_described(self._sites_of(keys, "update"), weights[0], described, minus=before):
             return keys

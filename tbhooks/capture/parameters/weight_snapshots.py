@@ -8,6 +8,7 @@ a sample may be copied (weight_sample.py).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -25,6 +26,22 @@ _ALIGNMENT = 64
 _Slot = tuple[int, torch.dtype, torch.Size]  # the offset in the block, and what is stored there
 
 
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """What is reserved for many parameters, to be reserved again in the next step."""
+
+    keys: list[int]
+    shapes: list[torch.Size]
+    sizes: NDArray[np.int64]
+    """The size and the type of each, as the kernel is told them."""
+    starts: NDArray[np.int64]
+    reserved: dict[int, tuple[int, int]]
+    slots: dict[int, _Slot]
+
+    def is_of(self, keys: Sequence[int], described: NDArray[np.int64]) -> bool:
+        return keys == self.keys and np.array_equal(described[:, 1:], self.sizes)
+
+
 class WeightSnapshots:
     """One copy per parameter, by the id of the parameter.
 
@@ -37,6 +54,7 @@ class WeightSnapshots:
         self._uncommitted: dict[int, _Slot] = {}
         self._slots: dict[int, _Slot] = {}
         self._clones: dict[int, Tensor] = {}
+        self._layout: _Layout | None = None
         self._sample_sizes: dict[int, int] = {}
         # By the keys of the weights that share the memory of a device: the most elements that were copied of one.
         self._smallest: dict[frozenset[int], int] = {}
@@ -44,6 +62,7 @@ class WeightSnapshots:
     def reserve(self, parameters: Iterable[tuple[int, Tensor]]) -> None:
         """Reserves memory for the CPU parameters that may be copied in this step."""
         self.clear()
+        self._layout = None
         used = 0
         for key, parameter in parameters:
             self._reserved[key] = used, parameter.nbytes
@@ -55,10 +74,29 @@ class WeightSnapshots:
             with torch.inference_mode(False):
                 self._block = torch.empty(used, dtype=torch.uint8, device="cpu")
 
-    def reserved(self, keys: Sequence[int], parameters: Sequence[Tensor]) -> NDArray[np.int64] | None:
+    def reserve_described(self, parameters: Mapping[int, Tensor], described: NDArray[np.int64]) -> None:
+        """As `reserve`, for parameters with their address, size and type (eager_hooks.describe_all)."""
+        keys, shapes = list(parameters), [parameter.shape for parameter in parameters.values()]
+        layout = self._layout
+        if layout is None or self._block is None or not layout.is_of(keys, described) or layout.shapes != shapes:
+            self.reserve(parameters.items())
+            slots = {key: (self._reserved[key][0], p.dtype, p.shape) for key, p in parameters.items()}
+            starts = np.array([start for start, _, _ in slots.values()], np.int64)
+            layout = self._layout = _Layout(keys, shapes, described[:, 1:].copy(), starts, self._reserved, slots)
+        self.clear()
+        self._reserved = layout.reserved
+
+    def reserved(
+        self, keys: Sequence[int], parameters: Sequence[Tensor], described: NDArray[np.int64]
+    ) -> NDArray[np.int64] | None:
         """Returns the addresses of the slots of many parameters; None if one has none of its size. As `slot`."""
+        if self._block is None:
+            return None
+        if self._layout is not None and self._layout.is_of(keys, described):
+            self._uncommitted = dict(self._layout.slots)
+            return self._block.data_ptr() + self._layout.starts
         slots = [self._reserved.get(key, (0, -1)) for key in keys]
-        if self._block is None or [size for _, size in slots] != [parameter.nbytes for parameter in parameters]:
+        if [size for _, size in slots] != [parameter.nbytes for parameter in parameters]:
             return None
         self._uncommitted |= {
             key: (start, parameter.dtype, parameter.shape)
@@ -66,13 +104,17 @@ class WeightSnapshots:
         }
         return self._block.data_ptr() + np.array([start for start, _ in slots], np.int64)
 
-    def committed(self, keys: Sequence[int], parameters: Sequence[Tensor]) -> NDArray[np.int64] | None:
+    def committed(
+        self, keys: Sequence[int], parameters: Sequence[Tensor], described: NDArray[np.int64]
+    ) -> NDArray[np.int64] | None:
         """Returns the addresses of many committed copies; None if there is one missing of this dtype and shape."""
+        if self._block is None:
+            return None
+        if self._layout is not None and self._slots == self._layout.slots and self._layout.is_of(keys, described):
+            return self._block.data_ptr() + self._layout.starts
         slots = [self._slots.get(key, (0, None, None)) for key in keys]
         alike = [slot[1] == p.dtype and slot[2] == p.shape for slot, p in zip(slots, parameters, strict=True)]
-        if self._block is None or not all(alike):
-            return None
-        return self._block.data_ptr() + np.array([slot[0] for slot in slots], np.int64)
+        return self._block.data_ptr() + np.array([slot[0] for slot in slots], np.int64) if all(alike) else None
 
     def drop(self, keys: Iterable[int]) -> None:
         """Drops committed copies that were used."""
