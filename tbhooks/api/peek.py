@@ -25,6 +25,7 @@ from tbhooks.capture.compile.dynamo import dynamo_disable
 from tbhooks.capture.hooks.hook_types import ForwardHook
 from tbhooks.capture.hooks.observer import Observer
 from tbhooks.capture.parameters.parameter_reader import ParameterReader
+from tbhooks.capture.parameters.watched_parameters import WatchedParameters
 from tbhooks.capture.preserve_state import preserved, without_gradients
 from tbhooks.capture.recording.recorder import Recorder
 from tbhooks.capture.selection import Selector
@@ -141,7 +142,8 @@ def _chosen(model: nn.Module, keep: object) -> frozenset[str]:
 def _run(
     model: nn.Module, args: Any, kwargs: Any, loss: Loss, observer: _PeekObserver, recorder: Recorder, report: Report
 ) -> list[str]:
-    reader = ParameterReader(model, observer.selector, recorder, GroupNumbers(), report)
+    parameters = WatchedParameters(model, observer.selector, recorder, report, merges_ranks=False)
+    reader = ParameterReader(parameters, recorder, GroupNumbers(), report)
     recorder.begin(with_buckets=True)
     observer.begin(attach=True)
     notes = []

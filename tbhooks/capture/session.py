@@ -21,6 +21,7 @@ from tbhooks.capture.hooks.collectors import Profiles
 from tbhooks.capture.hooks.forward_event import ForwardEvent
 from tbhooks.capture.hooks.observer import Observer
 from tbhooks.capture.parameters.parameter_reader import ParameterReader
+from tbhooks.capture.parameters.watched_parameters import WatchedParameters
 from tbhooks.capture.rank_context import RankContext
 from tbhooks.capture.recording.host_memory import HostMemory
 from tbhooks.capture.recording.packed_step import PackedStep
@@ -70,11 +71,11 @@ class CaptureSession:
             self._model, self.recorder, self.observer, self.forwards, self._scalars, self.samples, context, submit,
             self._forward_begins, report,
         )  # fmt: skip
-        self.parameters = ParameterReader(
-            model, selector, self.recorder, self._groups, report, merges_ranks=self._rank_group is not None
-        )
+        merges = self._rank_group is not None
+        parameters = WatchedParameters(model, selector, self.recorder, report, merges)
+        self.parameters = ParameterReader(parameters, self.recorder, self._groups, report, merges)
         self.clock = Clock(
-            mode, context.first_step, self._model, self.observer, self.parameters, self.forwards, self, report
+            mode, context.first_step, self._model, self.observer, parameters, self.forwards, self, report
         )
         self.scaler = ScalerReader(
             self.observer, self.clock, self.recorder, self.flight, self.parameters.gradients_unscaled,
@@ -102,6 +103,8 @@ class CaptureSession:
         self.clock.start()
         self.observer.placement.start()
         cuda_graphs.begin(self, self.observer.graph_capture)
+        with self._report.guarded("finding parameters"):
+            self.parameters.prepare()
         self._open_step(self.clock.count)
 
     def stop(self, is_failing: bool = False) -> None:

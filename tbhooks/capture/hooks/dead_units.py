@@ -26,6 +26,9 @@ RECTIFIED = (":relu", ":relu6")
 FEWEST_SAMPLES = 32
 DEAD_FRACTION = "dead_fraction"
 
+# Room for so many units in the first step; 64 KiB.
+FIRST_ROOM = 1 << 14
+
 
 @dataclass
 class _Peaks:
@@ -43,7 +46,7 @@ class DeadUnits:
         # What hooks in C have added (eager_hooks.c): the forward, the site, where its units begin in the block, how
         # many they are, and the number of samples. A unit is 1 if it is alive.
         self._entries: list[tuple[object, str, int, int, int]] = []
-        self._block = torch.zeros(0, dtype=torch.float32, device="cpu")
+        self._block = torch.zeros(FIRST_ROOM, dtype=torch.float32, device="cpu")
         self._used_before = self._wanted = 0
 
     @property

@@ -13,19 +13,17 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
-from tbhooks.capture import selection, sharded_tensors, structure
+from tbhooks.capture import sharded_tensors
 from tbhooks.capture.hooks.eager_hooks import UNREADABLE, describe_all
 from tbhooks.capture.parameters import master_weights
 from tbhooks.capture.parameters.grad_norm import GradientVersion, total_norm
-from tbhooks.capture.parameters.master_weights import Master
 from tbhooks.capture.parameters.optimizer_state import OptimizerStateReader
 from tbhooks.capture.parameters.plain_parameters import PlainParameters
+from tbhooks.capture.parameters.watched_parameters import WatchedParameters
 from tbhooks.capture.parameters.weight_snapshots import WeightSnapshots
 from tbhooks.capture.recording.recorder import NO_SITE, Recorder, Wanted, can_be_one_of_many, can_be_together
-from tbhooks.capture.recording.step_table import PARAMETER_KINDS
 from tbhooks.capture.scalars.noise_scale import NoiseScale
 from tbhooks.capture.step import zero_step
 from tbhooks.capture.step.optimizer_round import GroupNumbers, parameter_ids
@@ -33,7 +31,7 @@ from tbhooks.data.frame import MISSING_GRADIENT, OPTIMIZER_KINDS, OPTIMIZER_PART
 from tbhooks.data.self_report import Report
 from tbhooks.reduction import batched
 from tbhooks.reduction.cpu import NULL
-from tbhooks.reduction.torch_rows import describe, has_no_data
+from tbhooks.reduction.torch_rows import describe
 
 NOT_COPIED = (
     "the device has too little free memory for a copy of the weights, which the update is computed from. Leave more "
@@ -59,27 +57,20 @@ class ParameterReader:
     """Reads the selected parameters of one model, each once per logged step. `key` is the id of a parameter."""
 
     def __init__(
-        self, model: nn.Module, selector: selection.Selector, recorder: Recorder, groups: GroupNumbers, report: Report,
+        self, parameters: WatchedParameters, recorder: Recorder, groups: GroupNumbers, report: Report,
         merges_ranks: bool = False,
     ) -> None:  # fmt: skip
-        self._model = weakref.ref(selection.unwrap(model))
-        self._selector = selector
+        self._watched = parameters
         self._recorder = recorder
         self._groups = groups
         self._report = report
-        self._merges_ranks = merges_ranks  # other ranks may hold what this one does not
+        self._merges_ranks = merges_ranks
         self._snapshots = WeightSnapshots()
         self._sites: dict[tuple[str, str], int] = {}
         # Whether the running backward leaves gradients that can be read at its end.
         self._reads_norm = False
-        # Whether all parameters of the model are watched, and no framework gathers them or has noted anything in them.
-        self._all_are_plain = False
-        # The same for a version of the model's structure, but for what is noted.
-        self._plain_in = -1, False
         self._plain = PlainParameters(recorder, self._snapshots, self._site, report)
-        self._structure_version: int | None = None
-        # No reference to a parameter, not even a weak one: torch swaps only parameters without any.
-        self._known: list[tuple[int, str, weakref.ref[nn.Module], str]] = []
+        self._sites_of_walk = 0
         self._optimizer_state: OptimizerStateReader | None = None
         self.noise: NoiseScale | None = None
         """Measures the noise of gradients, if the user has asked for it."""
@@ -87,47 +78,39 @@ class ParameterReader:
 
     def clear(self) -> None:
         """Drops every tensor. The next step finds the parameters again, because some may have been replaced."""
-        self._paths: dict[int, str] = {}
-        self._tensors: dict[int, nn.Parameter] = {}
+        self._watched.clear()
         self._read: set[int] = set()
         self._read_gradients: set[int] = set()
         self._without_gradient: set[int] = set()
-        self._masters: dict[int, Master] = {}
         # The tensor of the optimizer that each master is a part of.
         self._held: dict[int, Tensor] = {}
         self._snapshots.clear()
+        self._has_reserved = False
         self._versions: dict[int, GradientVersion] = {}
         # The loss scale that a parameter's gradient still has to be divided by.
         self._scales: dict[int, Tensor] = {}
         if self.noise is not None:
             self.noise.forget()
 
+    def prepare(self) -> None:
+        """Finds the parameters before the first logged step, so that it takes hardly longer than later ones."""
+        if self._reads_parameters:
+            self._watched.prepare()
+            for key in self._watched.paths:
+                for kind in ("weight", "weight_gradient", "update"):
+                    self._site(key, kind)
+            self.clear()
+
     def release(self) -> None:
         """Drops every tensor and frees the memory for copies of weights."""
         self.clear()
         self._snapshots.release()
 
-    def owned_by(self, optimizer: Optimizer) -> frozenset[int]:
-        """Returns the ids of the model's parameters that the optimizer updates."""
-        owned = self.ids() & parameter_ids(optimizer)
-        model = self._model()
-        return owned if owned or model is None else master_weights.owned_by(optimizer, model.parameters)
-
-    def ids(self) -> frozenset[int]:
-        """Returns the ids of the parameters that the model has now."""
-        model = self._model()
-        return frozenset() if model is None else structure.of(model).parameter_ids()
-
-    def structure_version(self) -> int:
-        """A number that has changed if the model has other parameters."""
-        model = self._model()
-        return -1 if model is None else structure.of(model).version()
-
     def backward_begins(self) -> None:
         """Notes the version of each gradient, so that `backward_ended` knows which ones this backward has changed. A
         backward of another model changes none of them.
         """
-        self._reads_norm = self._recorder.wants("weight_gradient") and self._is_readable_in_backward()
+        self._reads_norm = self._recorder.wants("weight_gradient") and self._watched.are_readable_in_backward()
         if self._reads_norm:
             self._versions = {key: GradientVersion(weakref.ref(g), g._version) for key, g in self._gradients().items()}
 
@@ -156,21 +139,7 @@ class ParameterReader:
         return norm
 
     def _gradients(self) -> dict[int, Tensor]:
-        return {key: p.grad for key, p in self._tensors.items() if p.grad is not None}
-
-    def _is_readable_in_backward(self) -> bool:
-        model = self._model()
-        if model is None:
-            return False
-        if self._plain_in[1]:
-            self._find_parameters()
-            if self._all_are_plain:
-                return True
-        if sharded_tensors.is_gathered_to_run(model):
-            self.clear()  # parameters that were found now are the gathered ones
-            return False
-        self._find_parameters()
-        return not any(map(master_weights.is_partitioned, structure.of(model).noted_parameters()))
+        return {key: p.grad for key, p in self._watched.tensors.items() if p.grad is not None}
 
     def gradients_unscaled(self, optimizer: Optimizer) -> None:
         """A GradScaler has divided the optimizer's gradients by the loss scale."""
@@ -186,15 +155,15 @@ class ParameterReader:
             # A fused optimizer gets scaled gradients and divides them itself.
             scale = getattr(optimizer, "grad_scale", None)
             keys = self._keys(optimizer)
-            if scale is None and not has_closure and not self._masters:
-                keys = self._plain.read(keys, self._tensors, self._read, self._read_gradients)
+            if scale is None and not has_closure and not self._watched.masters:
+                keys = self._plain.read(keys, self._watched.tensors, self._read, self._read_gradients)
             with self._batch() as batch:
                 for key in keys:
                     self._read_weight(key, batch, copies=self._recorder.wants("update"))
                     if not has_closure:
                         self._read_gradient(key, batch, scale)
-            for key in self._snapshots.clone_what_fits(batch.clones, optimizer, self._model()):
-                self._report.mark_unseen(f"update/{self._paths[key]}", NOT_COPIED)
+            for key in self._snapshots.clone_what_fits(batch.clones, optimizer, self._watched.model()):
+                self._report.mark_unseen(f"update/{self._watched.paths[key]}", NOT_COPIED)
 
     @property
     def _reads_parameters(self) -> bool:
@@ -217,8 +186,8 @@ class ParameterReader:
             return
         with self._report.guarded("reading updates"), torch.no_grad(), self._batch() as batch:
             keys = self._keys(optimizer)
-            if not has_closure and not self._masters:
-                keys = self._plain.read_updates(keys, self._tensors)
+            if not has_closure and not self._watched.masters:
+                keys = self._plain.read_updates(keys, self._watched.tensors)
             for key in keys:
                 if has_closure:
                     self._read_gradient(key, batch, None)
@@ -228,7 +197,9 @@ class ParameterReader:
     def _read_optimizer_state(self, optimizer: Optimizer) -> None:
         if self._optimizer_state is not None:
             self._find_parameters()
-            self._optimizer_state.read(optimizer, self._paths, self._snapshots.whole, self._held, self._masters)
+            self._optimizer_state.read(
+                optimizer, self._watched.paths, self._snapshots.whole, self._held, self._watched.masters
+            )
 
     def read_optimizer_state(self) -> None:
         """From now on the state of optimizers is read, too."""
@@ -244,18 +215,18 @@ class ParameterReader:
             return
         with self._report.guarded("reading parameters"), torch.no_grad(), self._batch() as batch:
             self._find_parameters()
-            for key in [key for key in self._paths if key not in self._read]:
+            for key in [key for key in self._watched.paths if key not in self._read]:
                 self._read_weight(key, batch, copies=False)
                 if self._gradient(key) is not None:
                     self._read_gradient(key, batch, self._scales.get(key))
                 else:
                     self._note_absence(key)
             for key in self._without_gradient - self._read_gradients:
-                self._recorder.scalar(MISSING_GRADIENT + self._paths[key], 1.0)
+                self._recorder.scalar(MISSING_GRADIENT + self._watched.paths[key], 1.0)
 
     def _note_absence(self, key: int) -> None:
         """Says that the gradient and the update of a parameter are on another rank, or in no optimizer of torch."""
-        parameter = self._tensors[key]
+        parameter = self._watched.tensors[key]
         if not master_weights.is_partitioned(parameter) or not parameter.requires_grad:
             return
         is_elsewhere = getattr(parameter, "_hp_mapping", self) is None
@@ -265,12 +236,12 @@ class ParameterReader:
         if not is_elsewhere:
             self._report.log_once(why)
         for kind in ("weight_gradient", "update"):
-            self._report.mark_unseen(f"{kind}/{self._paths[key]}", why)
+            self._report.mark_unseen(f"{kind}/{self._watched.paths[key]}", why)
 
     def watched(self) -> dict[int, nn.Parameter]:
         """Returns the selected parameters of the model, by their ids."""
         self._find_parameters()
-        return self._tensors
+        return self._watched.tensors
 
     @contextlib.contextmanager
     def _batch(self) -> Iterator[_Batch]:
@@ -287,94 +258,49 @@ class ParameterReader:
         """Returns the selected parameters of the optimizer, in its order."""
         self._find_parameters()
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        keys = [id(parameter) for parameter in parameters if id(parameter) in self._paths]
-        if self._masters:
-            held = ((key, master.held_by(optimizer)) for key, master in self._masters.items())
+        keys = [id(parameter) for parameter in parameters if id(parameter) in self._watched.paths]
+        if self._watched.masters:
+            held = ((key, master.held_by(optimizer)) for key, master in self._watched.masters.items())
             found = {key: tensor for key, tensor in held if tensor is not None}
             self._held |= found
             keys += found
         return keys
 
     def _find_parameters(self) -> None:
-        """Finds the selected parameters of the model, once per step."""
-        model = self._model()
-        if self._paths or model is None:
-            return
-        version = structure.of(model).version() if self._selector.is_static else None
-        owners = ((key, owner, name) for key, _, ref, name in self._known if (owner := ref()) is not None)
-        known = {key: p for key, owner, name in owners if (p := owner._parameters.get(name)) is not None}
-        self._all_are_plain = False
-        # Frameworks that keep weights of their own note them in attributes of the parameters, at any time.
-        if version is None or version != self._structure_version or any(p.__dict__ for p in known.values()):
-            self._structure_version = self._walk_parameters(model, version)
-        else:
-            self._paths, self._tensors = {key: path for key, path, _, _ in self._known}, known
-            if self._plain_in[0] != version:
-                is_whole = len(known) == len(structure.of(model).parameter_ids())
-                self._plain_in = version, is_whole and not sharded_tensors.is_gathered_to_run(model)
-            self._all_are_plain = self._plain_in[1]
-        if self._recorder.wants("update"):
+        self._watched.find()
+        if not self._has_reserved and self._recorder.wants("update"):
+            self._has_reserved = True
             self._reserve_copies()
-
-    def _walk_parameters(self, model: nn.Module, version: int | None) -> int | None:
-        """Finds the parameters anew. Returns the version, if the same ones will be found as long as it is current."""
-        self._plain.forget_sites()
-        modules = self._selector.choose(structure.of(model).modules().by_path)
-        for path, parameter in selection.parameters(modules).items():
-            master = master_weights.find(parameter)
-            why = self._why_unreadable(parameter, master)
-            if why or parameter.__dict__:
-                version = None
-            if why:
-                if why != master_weights.ELSEWHERE or not self._merges_ranks:
-                    self._report.mark_unseen(f"weight/{path}", why)
-                continue
-            self._paths[id(parameter)] = path
-            self._tensors[id(parameter)] = parameter
-            shard = sharded_tensors.shard_index(parameter) if sharded_tensors.is_sharded(parameter) else None
-            if master is not None:
-                self._masters[id(parameter)], shard = master, master.shard
-            if shard is not None:
-                for kind in PARAMETER_KINDS:
-                    self._recorder.shards[Site(path, kind)] = shard
-        owners = {id(p): (module, name) for module in modules.values() for name, p in module._parameters.items()}
-        self._known = [(key, path, weakref.ref(owners[key][0]), owners[key][1]) for key, path in self._paths.items()]
-        return version
+        if self._sites_of_walk != self._watched.walks:
+            self._sites_of_walk = self._watched.walks
+            self._plain.forget_sites()
 
     def _reserve_copies(self) -> None:
         """Reserves memory for the copies of CPU parameters."""
-        described = None if self._masters else describe_all(list(self._tensors.values()))
+        described = None if self._watched.masters else describe_all(list(self._watched.tensors.values()))
         if described is not None and (described[:, 2] != UNREADABLE).all():
-            self._snapshots.reserve_described(self._tensors, described)
+            self._snapshots.reserve_described(self._watched.tensors, described)
             return
-        local = ((key, self._weight(key)) for key in self._tensors)
+        local = ((key, self._weight(key)) for key in self._watched.tensors)
         self._snapshots.reserve((key, weight) for key, weight in local if can_be_one_of_many(weight))
-
-    @staticmethod
-    def _why_unreadable(parameter: nn.Parameter, master: Master | None) -> str:
-        if master is None and master_weights.is_gone(parameter):
-            return master_weights.why_gone(parameter)
-        if master is None and (isinstance(parameter, UninitializedParameter) or has_no_data(parameter)):
-            return "it holds no data yet"
-        return ""
 
     def _gradient(self, key: int) -> Tensor | None:
         """Returns the gradient that the optimizer uses: that of its own tensor, or that of the parameter."""
-        held, parameter = self._held.get(key), self._tensors[key]
+        held, parameter = self._held.get(key), self._watched.tensors[key]
         if held is not None:
-            return None if held.grad is None else self._masters[key].part_of(held.grad, held)
+            return None if held.grad is None else self._watched.masters[key].part_of(held.grad, held)
         return master_weights.gradient(parameter) if parameter.grad is None else parameter.grad
 
     def _weight(self, key: int) -> Tensor:
         """Returns the parameter, or the part of it that this rank holds."""
-        if key in self._masters:
-            return self._masters[key].weight
-        parameter = self._tensors[key]
+        if key in self._watched.masters:
+            return self._watched.masters[key].weight
+        parameter = self._watched.tensors[key]
         local = sharded_tensors.local_tensor(parameter)
         return parameter if local is None else local
 
     def _site(self, key: int, kind: str) -> int:
-        name = self._paths[key], kind
+        name = self._watched.paths[key], kind
         if name not in self._sites:
             self._sites[name] = self._recorder.number(Site(*name))
         return self._sites[name]
@@ -385,7 +311,7 @@ class ParameterReader:
         is_unread = key not in self._read and site != NO_SITE
         self._read.add(key)
         if is_unread:
-            self._recorder.read_metrics("weight", self._paths[key], "", parameter, None)
+            self._recorder.read_metrics("weight", self._watched.paths[key], "", parameter, None)
         if is_unread and can_be_one_of_many(parameter):
             slot = self._snapshots.slot(key, parameter) if copies else NULL
             batch.by_kernel.append((site, parameter, slot or NULL, NULL))
@@ -396,7 +322,7 @@ class ParameterReader:
             batch.together.append((site, parameter, None, None))
         elif is_unread and self._recorder.record(site, parameter) is None:
             why = f"{describe(parameter)}: only real numbers have statistics"
-            self._report.mark_unseen(f"weight/{self._paths[key]}", why)
+            self._report.mark_unseen(f"weight/{self._watched.paths[key]}", why)
 
     def _read_update(self, key: int, batch: _Batch) -> None:
         site, parameter = self._site(key, "update"), self._weight(key)
@@ -406,7 +332,7 @@ class ParameterReader:
             return
         part, before = self._snapshots.part_of(key, parameter), self._snapshots.take(key)
         if self._report.unseen:
-            self._report.mark_seen(f"update/{self._paths[key]}")
+            self._report.mark_seen(f"update/{self._watched.paths[key]}")
         if before is not None and part is parameter and can_be_together(parameter):
             batch.together.append((site, parameter, before, None))
         elif before is not None:
@@ -417,9 +343,9 @@ class ParameterReader:
         site, gradient = self._site(key, "weight_gradient"), self._gradient(key)
         if site == NO_SITE or key in self._read_gradients:
             return
-        name = f"weight_gradient/{self._paths[key]}"
+        name = f"weight_gradient/{self._watched.paths[key]}"
         if gradient is None:
-            if self._tensors[key].requires_grad:
+            if self._watched.tensors[key].requires_grad:
                 self._without_gradient.add(key)
                 self._report.mark_unseen(name, "no gradient reached it")
             return
@@ -427,7 +353,7 @@ class ParameterReader:
             self._report.mark_seen(name)
         self._read_gradients.add(key)
         local = sharded_tensors.local_tensor(gradient)
-        self._recorder.read_metrics("weight_gradient", self._paths[key], "", gradient, None, scale)
+        self._recorder.read_metrics("weight_gradient", self._watched.paths[key], "", gradient, None, scale)
         if local is None:
             self._report.mark_unseen(name, describe(gradient))
         elif scale is None and can_be_one_of_many(local):

@@ -23,7 +23,7 @@ from tbhooks.capture.autograd import NO_BACKWARD, at_end_of_backward, backward_p
 from tbhooks.capture.compile.dynamo import dynamo_disable, dynamo_skip
 from tbhooks.capture.hooks.forward_event import ForwardEvent, Subscription
 from tbhooks.capture.hooks.observer import Observer
-from tbhooks.capture.parameters.parameter_reader import ParameterReader
+from tbhooks.capture.parameters.watched_parameters import WatchedParameters
 from tbhooks.capture.step import zero_step
 from tbhooks.capture.step.manual_updates import ManualUpdates
 from tbhooks.capture.step.optimizer_round import OptimizerRound, UnloggedOptimizers, parameter_ids
@@ -71,7 +71,7 @@ class Clock:
 
     def __init__(
         self, mode: str, first_step: int, model: weakref.ref[nn.Module], observer: Observer,
-        parameters: ParameterReader, forwards: ForwardEvent, listener: Listener, report: Report,
+        parameters: WatchedParameters, forwards: ForwardEvent, listener: Listener, report: Report,
     ) -> None:  # fmt: skip
         self.mode = mode
         self.count = first_step
