@@ -105,7 +105,7 @@ class ActiveStep:
         self.heads.forget()
         self.collectors.forget()
         if self.context is not None:
-            self.context.remove_leaf_hooks()
+            self.context.close()
             self.context = None
             self.gate.next_step()
 

@@ -91,10 +91,14 @@ class StepContext:
             self.recent.clear()
         self.recent[id(tensor)] = (weakref.ref(tensor), tensor._version, span, hook)
 
-    def remove_leaf_hooks(self) -> None:
-        """Removes the gradient hooks that would outlive the step."""
+    def close(self) -> None:
+        """Removes the gradient hooks that would outlive the step, and lets go of all others. They know the step, and so
+        a thousand of them would be left to the garbage collector.
+        """
         for handle in self.leaf_handles:
             handle.remove()
+        self.gradient_hooks, self.graph_gradients = [], {}
+        self.recent.clear()
 
     def report_missing(self, report: Report, watched: Collection[str], sites: list[Site], left_out: Set[Pass]) -> None:
         """Reports modules that were not called and gradients that did not come, but for forwards that were left out."""

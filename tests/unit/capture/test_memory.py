@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 
 import tbhooks
 from tbhooks.capture.recording.calls import ROOM
+from tbhooks.capture.hooks import eager_hooks
 from tbhooks.cli.bench import cuda_counters, timing
 from tbhooks.reduction import cpu
 
@@ -102,3 +105,33 @@ def test_an_unlogged_step_allocates_what_a_bare_one_does() -> None:
     with tbhooks.watch(variant.model, every=1000):
         variant.steps(2)
         assert peak(variant) - bare <= 64  # the extremes that the check for NaN stores
+
+
+@pytest.fixture
+def collector_off() -> Iterator[None]:
+    yield
+    gc.enable()
+    gc.set_debug(0)
+    gc.garbage.clear()
+
+
+@pytest.mark.parametrize("hooks", ["C", "Python"])
+def test_logged_steps_leave_nothing_to_the_garbage_collector(
+    hooks: str, monkeypatch: pytest.MonkeyPatch, collector_off: None
+) -> None:
+    if hooks == "Python":
+        monkeypatch.setattr(eager_hooks, "_make_lane", lambda: None)
+    variant = trained()
+    with tbhooks.watch(variant.model, every=1) as watching:
+        for _ in range(2):
+            variant.step()
+            watching.flush()
+        gc.collect()
+        gc.disable()
+        for _ in range(3):
+            variant.step()
+            watching.flush()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        assert not gc.garbage
+        assert watching.stats.errors == 0
