@@ -135,12 +135,13 @@ static PyObject *Lane_use(Lane *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-#define SET(name, value)                                                                                         \
+#define SET_IN(object, name, value)                                                                              \
     do {                                                                                                         \
-        PyObject *old_ = self->name;                                                                             \
-        self->name = Py_NewRef(value);                                                                           \
+        PyObject *old_ = (object)->name;                                                                         \
+        (object)->name = Py_NewRef(value);                                                                       \
         Py_XDECREF(old_);                                                                                        \
     } while (0)
+#define SET(name, value) SET_IN(self, name, value)
 
 /* Where to record, as Recorder.cpu_place returns it. `headers` keeps both headers alive. */
 static int set_destination(Lane *self, PyObject *place) {
@@ -562,55 +563,20 @@ static PyType_Spec GradientHook_spec = {
     "tbhooks.capture.hooks._eager_hooks.EagerGradientHook", sizeof(GradientHook), 0,
     Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION, GradientHook_slots};
 
-/* The open forward, with references of its own: what a hook calls may run Python or release the GIL, and then another
- * thread may close the lane. */
-typedef struct {
-    PyObject *model, *forward, *context, *called, *recent, *gradient_hooks;
-} Open;
-
-/* As GradientReader.hook for a tensor that is no leaf. `hooks` are those that it has, or None. */
-static GradientHook *hook_gradient(Lane *lane, const Open *open, PyObject *tensor, PyObject *grad_fn, PyObject *hooks,
-                                   PyObject *site, int is_view) {
-    GradientHook *hook = (GradientHook *)PyType_GenericAlloc(gradient_hook_type, 0);
-    if (!hook) return NULL;
-    hook->lane = Py_NewRef((PyObject *)lane);
-    hook->observer = Py_NewRef(lane->gradient_reader);
-    hook->step = Py_NewRef(open->context);
-    hook->failure = Py_NewRef(names.nothing);
-    hook->is_view = (char)is_view;
-    hook->site = Py_NewRef(site);
-    hook->pass = Py_NewRef(open->forward);
-    if (hooks != Py_None) {
-        if (PyObject_SetItem(hooks, lane->key, (PyObject *)hook)) goto failed;
-    } else {
-        PyObject *made = PyObject_CallNoArgs(lane->new_hooks);
-        int wrong = !made || PyObject_SetItem(made, lane->key, (PyObject *)hook) ||
-                    PyObject_SetAttr(tensor, names.backward_hooks, made);
-        Py_XDECREF(made);
-        PyObject *done = wrong ? NULL : PyObject_CallMethodObjArgs(grad_fn, names.register_hook_dict, tensor, NULL);
-        Py_XDECREF(done);
-        if (!done) goto failed;
-    }
-    if (PyList_Append(open->gradient_hooks, (PyObject *)hook)) goto failed;
-    if (!is_view && !(lane->is_hooked && lane->forward == open->forward)) {
-        if (PyObject_SetAttr(open->forward, names.hooked, Py_True)) goto failed;
-        lane->is_hooked = lane->forward == open->forward;
-    }
-    return hook;
-failed:
-    Py_DECREF(hook);
-    return NULL;
-}
-
 /* ---- The hook on a module. ---- */
+
+/* A module keeps the hooks that it put on its outputs, with their dictionaries, and puts the same ones on the outputs of
+ * later steps: two, because the graph of a step often lives until the forward of the next one has ended. */
+enum { SPARES = 2 };
 
 typedef struct {
     PyObject_HEAD
     PyObject *lane, *hook, *path, *site, *gradient_site, *units;
-    char is_ready;
+    PyObject *spare[SPARES]; /* dictionaries, each with one hook in it */
+    char is_ready, next_spare;
 } ForwardHook;
 
-#define EACH_OF_FORWARD(DO) DO(lane) DO(hook) DO(path) DO(site) DO(gradient_site) DO(units)
+#define EACH_OF_FORWARD(DO) DO(lane) DO(hook) DO(path) DO(site) DO(gradient_site) DO(units) DO(spare[0]) DO(spare[1])
 
 static int ForwardHook_traverse(ForwardHook *self, visitproc visit, void *arg) {
     Py_VISIT(Py_TYPE((PyObject *)self));
@@ -627,6 +593,78 @@ static void ForwardHook_dealloc(ForwardHook *self) {
     PyObject_GC_UnTrack(self);
     ForwardHook_clear(self);
     free_object((PyObject *)self);
+}
+
+/* A hook that nobody else knows any more, with its dictionary: that of an earlier step, or a new one. A new reference to
+ * the dictionary, a borrowed one to the hook. */
+static PyObject *take_spare(Lane *lane, ForwardHook *self, GradientHook **hook) {
+    for (int i = 0; i < SPARES; i++) {
+        PyObject *kept = self->spare[i];
+        if (!kept || Py_REFCNT(kept) != 1 || PyDict_Size(kept) != 1) continue;
+        *hook = (GradientHook *)PyDict_GetItemWithError(kept, lane->key);
+        if (*hook && Py_REFCNT((PyObject *)*hook) == 1) return Py_NewRef(kept);
+        if (PyErr_Occurred()) return NULL;
+    }
+    PyObject *made = PyObject_CallNoArgs(lane->new_hooks);
+    *hook = made ? (GradientHook *)PyType_GenericAlloc(gradient_hook_type, 0) : NULL;
+    const int failed = !*hook || PyObject_SetItem(made, lane->key, (PyObject *)*hook);
+    Py_XDECREF((PyObject *)*hook); /* the dictionary has it */
+    if (failed) {
+        Py_XDECREF(made);
+        return NULL;
+    }
+    const int i = self->next_spare;
+    self->next_spare = (char)((i + 1) % SPARES);
+    PyObject *old = self->spare[i];
+    self->spare[i] = Py_NewRef(made);
+    Py_XDECREF(old);
+    return made;
+}
+
+/* The open forward, with references of its own: what a hook calls may run Python or release the GIL, and then another
+ * thread may close the lane. */
+typedef struct {
+    PyObject *model, *forward, *context, *called, *recent, *gradient_hooks;
+} Open;
+
+static void begin_hook(Lane *lane, GradientHook *hook, const Open *open, PyObject *site, int is_view) {
+    SET_IN(hook, lane, (PyObject *)lane);
+    SET_IN(hook, observer, lane->gradient_reader);
+    SET_IN(hook, step, open->context);
+    SET_IN(hook, failure, names.nothing);
+    SET_IN(hook, site, site);
+    SET_IN(hook, pass, open->forward);
+    Py_CLEAR(hook->sites);
+    Py_CLEAR(hook->passes);
+    hook->fired = 0, hook->is_view = (char)is_view;
+}
+
+/* As GradientReader.hook for a tensor that is no leaf. `hooks` are those that it has, or None. */
+static GradientHook *hook_gradient(Lane *lane, const Open *open, ForwardHook *self, PyObject *tensor,
+                                   PyObject *grad_fn, PyObject *hooks, int is_view) {
+    GradientHook *hook;
+    PyObject *own = take_spare(lane, self, &hook);
+    if (!own) return NULL;
+    Py_INCREF((PyObject *)hook);
+    begin_hook(lane, hook, open, self->gradient_site, is_view);
+    int failed;
+    if (hooks != Py_None) {
+        failed = PyObject_SetItem(hooks, lane->key, (PyObject *)hook);
+    } else {
+        failed = PyObject_SetAttr(tensor, names.backward_hooks, own);
+        PyObject *done = failed ? NULL : PyObject_CallMethodObjArgs(grad_fn, names.register_hook_dict, tensor, NULL);
+        Py_XDECREF(done);
+        failed = !done;
+    }
+    Py_DECREF(own);
+    failed = failed || PyList_Append(open->gradient_hooks, (PyObject *)hook);
+    if (!failed && !is_view && !(lane->is_hooked && lane->forward == open->forward)) {
+        failed = PyObject_SetAttr(open->forward, names.hooked, Py_True);
+        lane->is_hooked = !failed && lane->forward == open->forward;
+    }
+    if (!failed) return hook;
+    Py_DECREF((PyObject *)hook);
+    return NULL;
 }
 
 /* EagerHook(lane, hook, path): `hook` is the one in Python. Python sets `is_ready`, and the sites when it is asked. */
@@ -746,8 +784,7 @@ static int read_tensor(Lane *lane, const Open *open, ForwardHook *self, PyObject
     if (done > 0 && self->units != Py_None && count_units(lane, self, tensor, open->forward, read)) done = -1;
     if (done <= 0) return done;
     if (!grad->grad_fn) return remember(open->recent, tensor, version, buffer, number) ? -1 : 1;
-    GradientHook *hook =
-        hook_gradient(lane, open, tensor, grad->grad_fn, grad->hooks, self->gradient_site, grad->is_view);
+    GradientHook *hook = hook_gradient(lane, open, self, tensor, grad->grad_fn, grad->hooks, grad->is_view);
     if (!hook) return -1;
     hook->buffer = buffer, hook->record = number, hook->version = PyLong_AsLongLong(version);
     if (hook->version == -1 && PyErr_Occurred()) done = -1;

@@ -99,6 +99,7 @@ class StepContext:
             handle.remove()
         self.gradient_hooks, self.graph_gradients = [], {}
         self.recent.clear()
+        self.scale = None
 
     def report_missing(self, report: Report, watched: Collection[str], sites: list[Site], left_out: Set[Pass]) -> None:
         """Reports modules that were not called and gradients that did not come, but for forwards that were left out."""

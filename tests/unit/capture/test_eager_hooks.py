@@ -269,8 +269,91 @@ def test_gradient_hooks_come_in_the_order_of_registration_and_change_nothing() -
     assert watching.latest["1", "gradient"].mean == pytest.approx(float(expected))
 
 
+class Shift(nn.Module):
+    """Adds a parameter that a later backward does not need, and so may have been updated before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.by
+
+
+class Keeper:
+    """A training that holds on to outputs or graphs beyond their step, or has hooks of its own on outputs."""
+
+    def __init__(self, what: str) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(*(layer for _ in range(3) for layer in (Shift(), nn.Tanh())))
+        self.what, self.kept, self.seen = what, [], []
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        if what == "outputs":
+            self.model[2].register_forward_hook(lambda _m, _a, output: self.kept.append(output))
+
+    def _hook(self, _module: nn.Module, _args: Any, output: Tensor) -> None:
+        self.kept.append(output.register_hook(lambda gradient: self.seen.append(gradient.sum().item())))
+
+    def step(self, number: int) -> None:
+        batch = torch.randn(5, 4, generator=torch.Generator().manual_seed(number))
+        if self.what == "twice":
+            self.model(batch)
+        if self.what == "hooks" and number == 1:  # later than ours: they are called after them
+            for layer in self.model:
+                layer.register_forward_hook(self._hook)
+        loss = self.model(batch).square().mean()
+        loss.backward(retain_graph=self.what == "late backward")
+        if self.what == "hooks" and number % 2:
+            while self.kept:
+                self.kept.pop().remove()
+        elif self.what == "late backward" and self.kept:
+            self.kept.pop().backward()
+        if self.what in ("graph", "late backward"):
+            self.kept.append(loss)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def watched(self) -> tuple[list[Any], dict[str, Tensor], tbhooks.Watch]:
+        frames = []
+        with tbhooks.watch(self.model, every=1, histograms=1) as watching:
+            for number in range(6):
+                self.step(number)
+                watching.flush()
+                frames.append(watching.latest)
+        return frames, self.model.state_dict(), watching
+
+
+@pytest.mark.parametrize("what", ["nothing", "graph", "outputs", "hooks", "twice", "late backward"])
+def test_a_hook_serves_again_only_when_nobody_holds_it(what: str, without_c: Callable[[], None]) -> None:
+    ours, alone = Keeper(what), Keeper(what)
+    for number in range(6):
+        alone.step(number)
+    watched = ours.watched()
+    assert ours.seen == alone.seen
+    assert_same((watched[0], alone.model.state_dict(), watched[2]), watched)
+    without_c()
+    assert_same(watched, Keeper(what).watched())
+
+
+def test_steps_put_the_same_hooks_on_outputs() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    others = {id(each) for each in gc.get_objects() if isinstance(each, EagerGradientHook)}
+    found: list[set[int]] = []
+    with tbhooks.watch(model, every=1):
+        for _ in range(6):
+            loss = model(torch.ones(4, 3)).sum()  # the graph of the last step lives until here
+            found.append({id(each) for each in gc.get_objects() if isinstance(each, EagerGradientHook)} - others)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert found[2] == found[3] == found[4] == found[5]
+    assert len(found[5]) <= 2 * len(model)
+
+
 def living_hooks() -> int:
-    gc.collect()
+    for _ in range(3):  # a tensor that is part of a cycle takes more than one
+        gc.collect()
     return sum(isinstance(one, EagerGradientHook | EagerHook) for one in gc.get_objects())
 
 
