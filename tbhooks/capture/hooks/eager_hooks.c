@@ -369,35 +369,52 @@ static int reduce_large(Lane *lane, const View *read, char *row, int32_t *counts
     return failed;
 }
 
+/* What a site is recorded with: a tensor that is to be reduced, or the record of one that was. */
+typedef struct {
+    const View *read; /* NULL if it was reduced before */
+    int64_t buffer, record;
+} Source;
+
 /* As Calls.append: 0, or -1 with an exception. */
-static int append(const Place *place, int64_t site, int64_t record, PyObject *owner) {
+static int append(const Place *place, int64_t site, const Source *source, PyObject *owner) {
     if (PyList_Append(place->owners, owner)) return -1;
     int64_t *row = (int64_t *)(intptr_t)place->calls->address + 4 * place->calls->used++;
-    row[0] = site, row[1] = place->number, row[2] = record, row[3] = record + 1;
+    row[0] = site, row[1] = source->buffer, row[2] = source->record, row[3] = source->record + 1;
     return 0;
 }
 
-static int record_into(Lane *lane, const Place *place, const View *read, int64_t site, PyObject *owner,
-                       int64_t *record) {
-    Header *buffer = place->buffer;
-    if (buffer->used >= buffer->room || place->calls->used >= place->calls->room) return 0;
-    *record = buffer->used++;
-    char *row = (char *)(intptr_t)buffer->address + *record * place->record_bytes;
+static int reduce_into(Lane *lane, const Place *place, Source *source) {
+    const View *read = source->read;
+    source->buffer = place->number, source->record = place->buffer->used++;
+    char *row = (char *)(intptr_t)place->buffer->address + source->record * place->record_bytes;
     int32_t *counts = place->with_buckets ? (int32_t *)(row + place->row_bytes) : NULL;
     const int failed = read->size >= LARGE
                            ? reduce_large(lane, read, row, counts)
                            : lane->reduce(read->data, read->size, read->dtype, (double *)row, counts, 1);
     if (failed && !PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "the kernel refused its arguments");
-    return failed || append(place, site, *record, owner) ? -1 : 1;
+    return failed ? -1 : 0;
 }
 
-/* As Recorder.record for a plain tensor: 1 and the record, 0 if it has to be done in Python, or -1. `open` is the forward
- * or the context of the backward that the caller reads for: another thread may have closed the lane since. */
-static int record_tensor(Lane *lane, PyObject *open, const View *read, PyObject *site, PyObject *owner,
-                         int64_t *record) {
+/* `sites` is the number of a site, or a list of them. */
+static int record_into(Lane *lane, const Place *place, Source *source, PyObject *sites, PyObject *owner) {
+    const Py_ssize_t n = PyList_Check(sites) ? PyList_Size(sites) : 1;
+    if (place->calls->used + n > place->calls->room) return 0;
+    if (source->read && place->buffer->used >= place->buffer->room) return 0;
+    if (source->read && reduce_into(lane, place, source)) return -1;
+    for (Py_ssize_t i = 0; i < n; i++) {
+        PyObject *site = PyList_Check(sites) ? PyList_GetItem(sites, i) : sites;
+        const long long number = site ? PyLong_AsLongLong(site) : -1;
+        if (number == -1 && PyErr_Occurred()) return -1;
+        if (append(place, number, source, owner)) return -1;
+    }
+    return 1;
+}
+
+/* As Recorder.record for a plain tensor, and Recorder.share for other sites: 1, 0 if it has to be done in Python, or -1.
+ * `open` is the forward or the context of the backward that the caller reads for: another thread may have closed the
+ * lane since. */
+static int record_source(Lane *lane, PyObject *open, Source *source, PyObject *sites, PyObject *owner) {
     if (lane->forward != open && lane->backward_context != open) return 0;
-    const long long number = PyLong_AsLongLong(site);
-    if (number == -1 && PyErr_Occurred()) return -1;
     const Place place = {Py_NewRef(lane->headers), Py_NewRef(lane->owners), Py_NewRef(lane->release),
                          lane->calls,              lane->buffer,            lane->number,
                          lane->row_bytes,          lane->record_bytes,      lane->with_buckets};
@@ -409,7 +426,7 @@ static int record_tensor(Lane *lane, PyObject *open, const View *read, PyObject 
     }
     Py_DECREF(acquired);
     const int is_open = lane->forward == open || lane->backward_context == open;
-    int done = is_open ? record_into(lane, &place, read, number, owner, record) : 0;
+    int done = is_open ? record_into(lane, &place, source, sites, owner) : 0;
     PyObject *type, *error, *trace;
     PyErr_Fetch(&type, &error, &trace);
     PyObject *released = PyObject_CallNoArgs(place.release);
@@ -506,29 +523,32 @@ static PyGetSetDef GradientHook_getset[] = {
     {NULL},
 };
 
-/* Whether a list, if there is one, still has just one object, and which. Borrowed; NULL if there are others. */
-static PyObject *only_one(PyObject *list, PyObject *only) {
-    if (!list) return only;
-    return PyList_Size(list) == 1 ? PyList_GetItem(list, 0) : NULL;
+/* Whether all forwards that returned the tensor are this one. */
+static int are_all(const GradientHook *self, const PyObject *pass) {
+    if (!self->passes) return self->pass == pass;
+    const Py_ssize_t n = PyList_Size(self->passes);
+    for (Py_ssize_t i = 0; i < n; i++)
+        if (PyList_GetItem(self->passes, i) != pass) return 0;
+    return n > 0;
 }
 
 /* 1 if the gradient was read, 0 if it has to be read in Python, -1 with an exception. */
 static int read_gradient(Lane *lane, GradientHook *self, PyObject *gradient) {
     View read;
-    int64_t number;
+    Source source = {&read, 0, 0};
     if (!lane->backward_context || self->step != lane->backward_context) return 0;
-    PyObject *pass = only_one(self->passes, self->pass), *site = only_one(self->sites, self->site);
-    if (!site || !pass || pass != lane->reached) return 0;
+    PyObject *sites = self->sites ? self->sites : self->site;
+    if (!sites || !are_all(self, lane->reached)) return 0;
     /* References of its own: what is called below may run Python, and another thread may close the lane. */
     PyObject *running = Py_NewRef(lane->running);
-    Py_INCREF(site);
+    Py_INCREF(sites);
     int fits = is_own_thread(lane) ? view(lane, gradient, &read) : 0;
     if (fits > 0) {
         self->fired = 1;
-        fits = record_tensor(lane, self->step, &read, site, running, &number);
+        fits = record_source(lane, self->step, &source, sites, running);
     }
     Py_DECREF(running);
-    Py_DECREF(site);
+    Py_DECREF(sites);
     return fits;
 }
 
@@ -639,6 +659,14 @@ static void begin_hook(Lane *lane, GradientHook *hook, const Open *open, PyObjec
     hook->fired = 0, hook->is_view = (char)is_view;
 }
 
+/* This forward has a gradient whose arrival would be noticed. */
+static int mark_hooked(Lane *lane, const Open *open, int is_view) {
+    if (is_view || (lane->is_hooked && lane->forward == open->forward)) return 0;
+    if (PyObject_SetAttr(open->forward, names.hooked, Py_True)) return -1;
+    lane->is_hooked = lane->forward == open->forward;
+    return 0;
+}
+
 /* As GradientReader.hook for a tensor that is no leaf. `hooks` are those that it has, or None. */
 static GradientHook *hook_gradient(Lane *lane, const Open *open, ForwardHook *self, PyObject *tensor,
                                    PyObject *grad_fn, PyObject *hooks, int is_view) {
@@ -657,11 +685,7 @@ static GradientHook *hook_gradient(Lane *lane, const Open *open, ForwardHook *se
         failed = !done;
     }
     Py_DECREF(own);
-    failed = failed || PyList_Append(open->gradient_hooks, (PyObject *)hook);
-    if (!failed && !is_view && !(lane->is_hooked && lane->forward == open->forward)) {
-        failed = PyObject_SetAttr(open->forward, names.hooked, Py_True);
-        lane->is_hooked = !failed && lane->forward == open->forward;
-    }
+    failed = failed || PyList_Append(open->gradient_hooks, (PyObject *)hook) || mark_hooked(lane, open, is_view);
     if (!failed) return hook;
     Py_DECREF((PyObject *)hook);
     return NULL;
@@ -707,13 +731,23 @@ static int is_continued(Lane *lane, const Open *open) {
     return 0;
 }
 
-/* Whether this very tensor, which no gradient hook knows, was read a moment ago: 1, 0, or -1 with an exception. */
-static int is_recent(const Open *open, PyObject *tensor, PyObject *version) {
+/* If this very tensor, which no gradient hook in C knows, was read a moment ago, notes where in `source`. Returns 1, 0 if
+ * Python has to read it, or -1 with an exception. */
+static int find_recent(const Open *open, PyObject *tensor, PyObject *version, Source *source) {
     PyObject *id = PyLong_FromVoidPtr(tensor), *entry = id ? PyDict_GetItemWithError(open->recent, id) : NULL;
     Py_XDECREF(id);
-    if (!entry) return PyErr_Occurred() ? -1 : 0;
-    if (PyWeakref_GetObject(PyTuple_GetItem(entry, 0)) != tensor) return 0;
-    return PyObject_RichCompareBool(PyTuple_GetItem(entry, 1), version, Py_EQ);
+    if (!entry) return PyErr_Occurred() ? -1 : 1;
+    if (PyWeakref_GetObject(PyTuple_GetItem(entry, 0)) != tensor) return 1;
+    const int is_same = PyObject_RichCompareBool(PyTuple_GetItem(entry, 1), version, Py_EQ);
+    if (is_same <= 0) return is_same ? -1 : 1;
+    PyObject *span = PyTuple_GetItem(entry, 2);
+    if (span == Py_None || PyTuple_GetItem(entry, 3) != Py_None) return 0;
+    const long long number = PyLong_AsLongLong(PyTuple_GetItem(span, 0));
+    const long long first = PyLong_AsLongLong(PyTuple_GetItem(span, 1)), last = PyLong_AsLongLong(PyTuple_GetItem(span, 2));
+    if (PyErr_Occurred()) return -1;
+    if (last != first + 1) return 0;
+    source->read = NULL, source->buffer = number, source->record = first;
+    return 1;
 }
 
 /* As StepContext.cache, for a tensor without a gradient hook. */
@@ -730,14 +764,27 @@ static int remember(PyObject *recent, PyObject *tensor, PyObject *version, long 
     return failed ? -1 : 0;
 }
 
-/* What autograd knows of a tensor. */
+/* What autograd knows of a tensor, and the hook in C that it has in this step. */
 typedef struct {
     PyObject *grad_fn, *hooks;
+    GradientHook *known;
     int is_view;
 } Grad;
 
+/* Finds the hook in C, of this step, of a tensor that has not changed since: 1 if there is one, 0, or -1. */
+static int find_known(const Lane *lane, const Open *open, PyObject *version, Grad *grad, Source *source) {
+    PyObject *found = PyObject_GetItem(grad->hooks, lane->key);
+    if (!found) return -1;
+    grad->known = (GradientHook *)found;
+    if (Py_TYPE(found) != gradient_hook_type || grad->known->step != open->context) return 0;
+    if (grad->known->version != PyLong_AsLongLong(version)) return 0;
+    source->read = NULL, source->buffer = grad->known->buffer, source->record = grad->known->record;
+    return 1;
+}
+
 /* Whether the gradient can be hooked here: 1 (with `grad_fn` set if it is to be hooked at all), 0, or -1. */
-static int look_at_grad(Lane *lane, ForwardHook *self, PyObject *tensor, Grad *grad) {
+static int look_at_grad(Lane *lane, const Open *open, ForwardHook *self, PyObject *tensor, PyObject *version, Grad *grad,
+                        Source *source) {
     int is;
     if (self->gradient_site == Py_None) return 1;
     /* If the base of a view was changed in place, torch makes a new grad_fn when it is read: before the hook. */
@@ -750,7 +797,8 @@ static int look_at_grad(Lane *lane, ForwardHook *self, PyObject *tensor, Grad *g
     if (!(grad->hooks = PyObject_GetAttr(tensor, names.backward_hooks))) return -1;
     if (grad->hooks == Py_None) return 1;
     is = PySequence_Contains(grad->hooks, lane->key);
-    return is < 0 ? -1 : !is;
+    if (is <= 0) return is ? -1 : 1;
+    return find_known(lane, open, version, grad, source);
 }
 
 /* As DeadUnits.add. Units are in dimension 1, but of sequences, which Python looks at in both. */
@@ -773,20 +821,32 @@ static int count_units(Lane *lane, ForwardHook *self, PyObject *tensor, PyObject
     return failed ? -1 : 0;
 }
 
+/* Another module has returned a tensor that is hooked already. */
+static int add_site(Lane *lane, const Open *open, GradientHook *known, PyObject *site) {
+    PyObject *sites = as_list(&known->sites, known->site), *passes = as_list(&known->passes, known->pass);
+    const int failed = !sites || !passes || PyList_Append(sites, site) || PyList_Append(passes, open->forward);
+    Py_XDECREF(sites);
+    Py_XDECREF(passes);
+    return failed ? -1 : mark_hooked(lane, open, known->is_view);
+}
+
 static int read_tensor(Lane *lane, const Open *open, ForwardHook *self, PyObject *tensor, PyObject *version, Grad *grad,
-                       const View *read) {
-    int64_t number = 0;
-    const long long buffer = lane->number;
+                       Source *source, const View *read) {
+    const int is_new = source->read != NULL;
     PyObject *site = Py_NewRef(self->site);
-    int done = record_tensor(lane, open->forward, read, site, open->forward, &number);
+    int done = record_source(lane, open->forward, source, site, open->forward);
     Py_DECREF(site);
     if (done > 0 && PySet_Add(open->called, self->path)) done = -1;
     if (done > 0 && self->units != Py_None && count_units(lane, self, tensor, open->forward, read)) done = -1;
     if (done <= 0) return done;
-    if (!grad->grad_fn) return remember(open->recent, tensor, version, buffer, number) ? -1 : 1;
+    if (grad->known) return add_site(lane, open, grad->known, self->gradient_site) ? -1 : 1;
+    if (!grad->grad_fn) {
+        if (is_new && remember(open->recent, tensor, version, source->buffer, source->record)) return -1;
+        return 1;
+    }
     GradientHook *hook = hook_gradient(lane, open, self, tensor, grad->grad_fn, grad->hooks, grad->is_view);
     if (!hook) return -1;
-    hook->buffer = buffer, hook->record = number, hook->version = PyLong_AsLongLong(version);
+    hook->buffer = source->buffer, hook->record = source->record, hook->version = PyLong_AsLongLong(version);
     if (hook->version == -1 && PyErr_Occurred()) done = -1;
     Py_DECREF((PyObject *)hook);
     return done;
@@ -794,7 +854,8 @@ static int read_tensor(Lane *lane, const Open *open, ForwardHook *self, PyObject
 
 static int read_open(Lane *lane, const Open *open, ForwardHook *self, PyObject *tensor) {
     View read;
-    Grad grad = {NULL, NULL, 0};
+    Source source = {&read, 0, 0};
+    Grad grad = {NULL, NULL, NULL, 0};
     int fits = is_continued(lane, open);
     if (fits > 0) fits = view(lane, tensor, &read);
     if (fits > 0 && PyDict_Size(lane->unseen) > 0)
@@ -811,13 +872,13 @@ static int read_open(Lane *lane, const Open *open, ForwardHook *self, PyObject *
         PyErr_Clear();
         return 0;
     }
-    fits = PyDict_Size(open->recent) ? is_recent(open, tensor, version) : 0;
-    fits = fits < 0 ? -1 : !fits;
-    if (fits > 0) fits = look_at_grad(lane, self, tensor, &grad);
-    if (fits > 0) fits = read_tensor(lane, open, self, tensor, version, &grad, &read);
+    if (PyDict_Size(open->recent)) fits = find_recent(open, tensor, version, &source);
+    if (fits > 0) fits = look_at_grad(lane, open, self, tensor, version, &grad, &source);
+    if (fits > 0) fits = read_tensor(lane, open, self, tensor, version, &grad, &source, &read);
     Py_XDECREF(version);
     Py_XDECREF(grad.grad_fn);
     Py_XDECREF(grad.hooks);
+    Py_XDECREF((PyObject *)grad.known);
     return fits;
 }
 
