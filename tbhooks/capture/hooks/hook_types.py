@@ -69,6 +69,7 @@ class ForwardHook(UnpicklableHook):
         "collects_outputs",
         "eager",
         "ends_backward",
+        "expected",
         "gate",
         "has_units",
         "hook_id",
@@ -108,6 +109,8 @@ class ForwardHook(UnpicklableHook):
         self.ends_backward = path == ROOT
         self.broken = False
         """Whether it has failed in this logged step, and no longer reads in it."""
+        self.expected = self._numbers_of("")
+        """The site numbers of its output, if it returns one tensor: worked out before the first logged step."""
         self.eager = None if lane is None else lane.hook(self)
         """The hook in C that torch calls instead, where hooks in C can be used."""
         self.update_eager()
@@ -155,13 +158,16 @@ class ForwardHook(UnpicklableHook):
         """The site numbers of this output's activation and of its gradient."""
         if index not in self.sites:
             self.note_output(index, tensor)
-            number, path = self.observer.number, self.path
-            self.sites[index] = (
-                number(Site(path, "activation", index)) if self.reads_outputs else NO_SITE,
-                number(Site(path, "gradient", index)) if self.reads_gradients else NO_SITE,
-            )
+            self.sites[index] = self._numbers_of(index) if index else self.expected
             self.update_eager()
         return self.sites[index]
+
+    def _numbers_of(self, index: str) -> tuple[int, int]:
+        number, path = self.observer.number, self.path
+        return (
+            number(Site(path, "activation", index)) if self.reads_outputs else NO_SITE,
+            number(Site(path, "gradient", index)) if self.reads_gradients else NO_SITE,
+        )
 
     def called_by_torch(self, is_compiling: bool) -> ForwardHook | EagerHook:
         """What torch is to call: the hook in C, but where hooks are or may be compiled with the model."""

@@ -46,8 +46,9 @@ class Buffer:
         count_bytes = -(-histogram.SLOTS * 4 // unit) * unit if with_buckets else 0
         self.row_bytes, self.record_bytes = row_bytes, row_bytes + count_bytes
         self._chunks: list[Tensor] = []
-        self._rows: list[Tensor] = []
-        self._counts: list[Tensor] = []
+        # Views of records, which only torch operations need: made when they are asked for, kept for later steps.
+        self._rows: dict[int, Tensor] = {}
+        self._counts: dict[int, Tensor] = {}
         self.header = array("q", [0, 0, NULL])
         """How many records are used, how many there are, and the address that the first would have if all were where
         the next one is. Hooks in C take records from it (eager_hooks.c). Its own address never changes.
@@ -89,14 +90,22 @@ class Buffer:
         return used
 
     def row(self, record: int) -> Tensor:
-        if record >= len(self._rows):
-            self._make_views()
+        if record not in self._rows:
+            self._rows[record] = self._view(record, 0, self.row_bytes, self.row_type)
         return self._rows[record]
 
     def counts(self, record: int) -> Tensor:
-        if record >= len(self._counts):
-            self._make_views()
+        if record not in self._counts:
+            self._counts[record] = self._view(record, self.row_bytes, 4 * histogram.SLOTS, torch.int32)
         return self._counts[record]
+
+    def _view(self, record: int, start: int, size: int, dtype: torch.dtype) -> Tensor:
+        with torch.inference_mode(False):  # a tensor made inside it could not be written outside
+            for chunk in self._chunks:
+                if record < len(chunk):
+                    return chunk[record, start : start + size].view(dtype)
+                record -= len(chunk)
+        raise IndexError(record)
 
     def addresses(self, record: int) -> tuple[Address, Address]:
         """The addresses of the row and of the counts of the record that was taken last, on a CPU."""
@@ -138,7 +147,7 @@ class Buffer:
         """Makes all records unused, in one chunk that fits what the last step needed."""
         if len(self._chunks) > 1:
             needed, self.header[ROOM], self.header[USED] = self.header[ROOM], 0, 0
-            self._chunks, self._rows, self._counts = [], [], []
+            self._chunks, self._rows, self._counts = [], {}, {}
             self._grow(needed)
         elif self.with_buckets:
             self._chunks[0][: self.used].zero_()
@@ -156,15 +165,6 @@ class Buffer:
         self.header[ADDRESS] = chunk.data_ptr() - self.header[ROOM] * self.record_bytes
         self.header[ROOM] += records
         self.order.made()
-
-    def _make_views(self) -> None:
-        """Makes a view of each row and count, which only torch operations need: thousands take a while to make."""
-        self._rows, self._counts = [], []
-        with torch.inference_mode(False):  # a tensor made inside it could not be written outside
-            for chunk in self._chunks:
-                self._rows += chunk[:, : self.row_bytes].view(self.row_type).unbind()
-                if self.with_buckets:
-                    self._counts += chunk[:, self.row_bytes :].view(torch.int32)[:, : histogram.SLOTS].unbind()
 
 
 def copy_out(buffer: Buffer) -> Copy:

@@ -24,6 +24,8 @@ from tbhooks.data.frame import NONFINITE_SINCE
 CANDIDATES = 16
 # For so many steps the extremes are stored before they are evaluated.
 MOST_STEPS = 1024
+# For so many of them all views are made at once; those of more steps when they are needed.
+PREPARED = 64
 NEVER = -1
 
 
@@ -32,7 +34,7 @@ class Tripwire:
 
     def __init__(self) -> None:
         self._extremes: Tensor | None = None
-        # Views of the two numbers of each step, created only once.
+        # Views of the two numbers of each step, made only once.
         self._slots: list[tuple[Tensor, Tensor]] = []
         self._used = 0
         self._first_step = 0
@@ -59,6 +61,8 @@ class Tripwire:
             if self._used == MOST_STEPS or step != self._first_step + self._used:
                 self._evaluate()
                 self._first_step = step
+            if self._used == len(self._slots):
+                self._make_slots(1)
             low, high = self._slots[self._used]
             _store_extremes(values, low, high)
             found_inf = getattr(optimizer, "found_inf", None)
@@ -82,9 +86,17 @@ class Tripwire:
         with torch.inference_mode(False):
             self._extremes = like.detach().new_zeros(MOST_STEPS, 2)
             self._never = never = like.detach().new_full((), NEVER, dtype=torch.int64)
-        self._slots = list(zip(*(column.unbind() for column in self._extremes.unbind(1)), strict=True))
+        self._slots = []
+        self._make_slots(PREPARED)
         self._since = never if self._since is None else self._since.to(like.device)
         self._ongoing_since = never if self._ongoing_since is None else self._ongoing_since.to(like.device)
+
+    def _make_slots(self, more: int) -> None:
+        if self._extremes is not None:
+            known = len(self._slots)
+            with torch.inference_mode(False):
+                columns = self._extremes[known : known + more].unbind(1)
+                self._slots += zip(*(column.unbind() for column in columns), strict=True)
 
     def _evaluate(self) -> None:
         """Updates `_since` and `_ongoing_since` from the stored extremes, on the device, and empties the buffer."""

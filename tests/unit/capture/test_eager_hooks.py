@@ -381,12 +381,14 @@ def test_a_hook_serves_again_only_when_nobody_holds_it(what: str, without_c: Cal
 def test_steps_put_the_same_hooks_on_outputs() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    others = {id(each) for each in gc.get_objects() if isinstance(each, EagerGradientHook)}
+    others = [each for each in gc.get_objects() if isinstance(each, EagerGradientHook)]  # ids are of living objects
     found: list[set[int]] = []
     with tbhooks.watch(model, every=1):
         for _ in range(6):
             loss = model(torch.ones(4, 3)).sum()  # the graph of the last step lives until here
-            found.append({id(each) for each in gc.get_objects() if isinstance(each, EagerGradientHook)} - others)
+            found.append(
+                {id(each) for each in gc.get_objects() if isinstance(each, EagerGradientHook)} - set(map(id, others))
+            )
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
