@@ -44,6 +44,8 @@ class Evaluation:
 
     def finish(self) -> None:
         """Submits everything that was read since the last training forward."""
+        if not self._is_enabled:
+            return
         if self.recorder.overflowed:
             self._report.log_once("an evaluation made more calls than its buffer holds; the last ones are left out")
         if self.recorder.has_something:

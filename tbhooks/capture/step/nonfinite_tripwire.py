@@ -9,8 +9,10 @@ is found one step later, when the weights are NaN.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
+import weakref
 
 import torch
 from torch import Tensor
@@ -24,7 +26,7 @@ from tbhooks.data.frame import NONFINITE_SINCE
 CANDIDATES = 16
 # For so many steps the extremes are stored before they are evaluated.
 MOST_STEPS = 1024
-# For so many of them all views are made at once; those of more steps when they are needed.
+# The views of so many of them are made at once, when they are needed.
 PREPARED = 64
 NEVER = -1
 
@@ -39,6 +41,8 @@ class Tripwire:
         self._used = 0
         self._first_step = 0
         self._last_step = NEVER
+        # Where each optimizer has the parameter whose gradient is read: the numbers of its group and in its group.
+        self._chosen: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
         # Two tensors on the device, each with a step or NEVER. The first non-finite step since the last logged one:
         self._since: Tensor | None = None
         self._never: Tensor | None = None
@@ -49,11 +53,11 @@ class Tripwire:
         """Stores the extremes of a gradient. To be called before each of the optimizer's steps."""
         if step == self._last_step:
             return  # another optimizer of the same step
-        gradient = _small_gradient(optimizer)
+        gradient = self._gradient(optimizer)
         gradient = None if gradient is None else sharded_tensors.local_tensor(gradient)
         if gradient is None or not gradient.numel():
             return
-        with torch.no_grad():
+        with torch.no_grad() if gradient.requires_grad else contextlib.nullcontext():
             values = gradient if gradient.dtype.itemsize > 1 else gradient.float()  # float8 has no reductions
             stored = self._extremes
             if stored is None or stored.device != values.device or stored.dtype != values.dtype:
@@ -62,7 +66,7 @@ class Tripwire:
                 self._evaluate()
                 self._first_step = step
             if self._used == len(self._slots):
-                self._make_slots(1)
+                self._make_slots()
             low, high = self._slots[self._used]
             _store_extremes(values, low, high)
             found_inf = getattr(optimizer, "found_inf", None)
@@ -87,15 +91,25 @@ class Tripwire:
             self._extremes = like.detach().new_zeros(MOST_STEPS, 2)
             self._never = never = like.detach().new_full((), NEVER, dtype=torch.int64)
         self._slots = []
-        self._make_slots(PREPARED)
+        self._make_slots()
         self._since = never if self._since is None else self._since.to(like.device)
         self._ongoing_since = never if self._ongoing_since is None else self._ongoing_since.to(like.device)
 
-    def _make_slots(self, more: int) -> None:
+    def _gradient(self, optimizer: Optimizer) -> Tensor | None:
+        """Returns the gradient to be read: that of the same parameter as before, as long as it has one."""
+        gradient = _gradient_at(optimizer, self._chosen.get(optimizer))
+        if gradient is None:
+            place = _smallest_gradient(optimizer)
+            gradient = _gradient_at(optimizer, place)
+            if place is not None:
+                self._chosen[optimizer] = place
+        return gradient
+
+    def _make_slots(self) -> None:
         if self._extremes is not None:
             known = len(self._slots)
             with torch.inference_mode(False):
-                columns = self._extremes[known : known + more].unbind(1)
+                columns = self._extremes[known : known + PREPARED].unbind(1)
                 self._slots += zip(*(column.unbind() for column in columns), strict=True)
 
     def _evaluate(self) -> None:
@@ -125,9 +139,29 @@ def _store_extremes(values: Tensor, low: Tensor, high: Tensor) -> None:
         low.copy_(high)
 
 
-def _small_gradient(optimizer: Optimizer) -> Tensor | None:
-    """Returns the smallest gradient of the first parameters that have one."""
-    gradients = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
-    usable = (g for g in gradients if g is not None and g.layout is torch.strided and g.is_floating_point())
-    candidates = itertools.islice((gradient for gradient in usable if gradient.numel()), CANDIDATES)
-    return min(candidates, key=Tensor.numel, default=None)
+def _gradient_at(optimizer: Optimizer, place: tuple[int, int] | None) -> Tensor | None:
+    """Returns the gradient of the parameter at this place; None if it has none that can be read."""
+    if place is None:
+        return None
+    group, number = place
+    try:
+        gradient: Tensor | None = optimizer.param_groups[group]["params"][number].grad
+    except IndexError:  # there are fewer parameters now
+        return None
+    return gradient if gradient is not None and _can_be_read(gradient) else None
+
+
+def _can_be_read(gradient: Tensor) -> bool:
+    return gradient.layout is torch.strided and gradient.is_floating_point() and gradient.numel() > 0
+
+
+def _smallest_gradient(optimizer: Optimizer) -> tuple[int, int] | None:
+    """Returns the place of the smallest gradient of the first parameters that have one."""
+    places = (
+        (parameter.grad.numel(), group, number)
+        for group, members in enumerate(optimizer.param_groups)
+        for number, parameter in enumerate(members["params"])
+        if parameter.grad is not None and _can_be_read(parameter.grad)
+    )
+    smallest = min(itertools.islice(places, CANDIDATES), default=None)
+    return None if smallest is None else smallest[1:]

@@ -236,3 +236,30 @@ def test_a_change_of_the_gradients_dtype_loses_nothing() -> None:
             optimizer.step()
             optimizer.zero_grad()
     assert since(watching) == {0: None, 6: 2.0, 12: None}
+
+
+def test_another_gradient_is_read_once_the_parameter_has_none() -> None:
+    first, second = Multiplied(torch.float32), Multiplied(torch.float32)
+    model = nn.ModuleList([first, second])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with tbhooks.watch(model, every=6, rules=(), step="optimizer") as watching:
+        for step in range(13):
+            used = first if step < 4 else second
+            used(torch.full((64,), float("nan") if step == 8 else 1.0)).backward(torch.ones(64))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert since(watching) == {0: None, 6: None, 12: 8.0}
+
+
+def test_parameters_may_be_taken_from_the_optimizer() -> None:
+    model = Multiplied(torch.float32)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(4)), model.weight], lr=0.0)
+    with tbhooks.watch(model, every=6, rules=(), step="optimizer") as watching:
+        for step in range(13):
+            if step == 4:
+                del optimizer.param_groups[0]["params"][:2]
+            model(torch.full((64,), float("nan") if step == 8 else 1.0)).backward(torch.ones(64))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert since(watching) == {0: None, 6: None, 12: 8.0}
+    assert watching.stats.errors == 0, watching.stats.messages
