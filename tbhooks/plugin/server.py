@@ -7,11 +7,13 @@ data provider only.
 from __future__ import annotations
 
 import contextlib
+import gzip
 import mimetypes
 import socket
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from werkzeug import wrappers
 
 from tbhooks.data.roles import GAIN
 from tbhooks.data.stats import QUANTILES, STAT_NAMES
-from tbhooks.plugin import overview, responses
+from tbhooks.plugin import bundle, overview, responses
 from tbhooks.plugin.index import KINDS, Kind, RunIndex, is_kind
 from tbhooks.plugin.matrix import gain_matrix, row_matrix
 from tbhooks.plugin.provider import UnavailableError
@@ -31,7 +33,8 @@ from tbhooks.plugin.store import Store, StoredRun, TooLargeError
 from tbhooks.sinks.tensorboard import PLUGIN
 
 STATIC = Path(__file__).parent / "static"
-ENTRY = "/index.js"
+ENTRY, STYLE = "/tab.js", "/tab.css"
+STYLES = ("core/style.css", "overview/overview.css", "detail/panel.css")
 # In an installed package, and in a checkout.
 RULES = (STATIC.parent / "rules.md", STATIC.parents[2] / "docs" / "rules.md")
 JSON, BINARY, TEXT = "application/json", "application/octet-stream", "text/plain"
@@ -79,7 +82,8 @@ class Plugin(base_plugin.TBPlugin):  # type: ignore[misc]  # TensorBoard has no 
             "/overview": self._overview,
         }
         files = {_route(path): _file_app(path) for path in sorted(STATIC.rglob("*")) if path.is_file()}
-        return files | {"/rules.md": _docs_app} | {route: _data_app(answer) for route, answer in routes.items()}
+        made = {ENTRY: _made_app(_script(), ".js"), STYLE: _made_app(_style(), ".css")}
+        return files | made | {"/rules.md": _docs_app} | {route: _data_app(answer) for route, answer in routes.items()}
 
     def is_active(self) -> bool:
         """Called by TensorBoard only if no run has our data: then the tab is inactive."""
@@ -264,5 +268,24 @@ def _file_app(path: Path) -> Application:
     def respond(request: wrappers.Request) -> Any:
         _send_at_once(request)
         return http_util.Respond(request, path.read_bytes(), content_type)
+
+    return wrappers.Request.application(respond)
+
+
+@cache
+def _script() -> bytes:
+    """The script of the tab, compressed; made once, when TensorBoard starts."""
+    return gzip.compress(bundle.script(STATIC, "index.js").encode(), mtime=0)
+
+
+@cache
+def _style() -> bytes:
+    return gzip.compress(bundle.styles(STATIC, STYLES).encode(), mtime=0)
+
+
+def _made_app(compressed: bytes, suffix: str) -> Application:
+    def respond(request: wrappers.Request) -> Any:
+        _send_at_once(request)
+        return http_util.Respond(request, compressed, CONTENT_TYPES[suffix], content_encoding="gzip")
 
     return wrappers.Request.application(respond)

@@ -44,6 +44,13 @@ def test_the_tab_opens_in_tensorboard_and_shows_the_map_and_the_findings(pages: 
     assert painted > 50
 
 
+def test_the_tab_is_loaded_as_one_script_and_one_style_sheet(pages: Pages) -> None:
+    tab = in_tensorboard(pages, FIRST)
+    names = "() => performance.getEntriesByType('resource').map(({ name }) => new URL(name).pathname)"
+    loaded = [name for name in tab.frame.evaluate(names) if name.endswith((".js", ".css"))]
+    assert sorted(loaded) == ["/data/plugin/tbhooks/tab.css", "/data/plugin/tbhooks/tab.js"]
+
+
 def test_hovering_a_cell_tells_module_step_and_value(pages: Pages) -> None:
     tab = alone(pages, FIRST)
     for row, module, step in ((0, "stem", 100), (3, "blocks.0.norm", 250), (8, "head", 590)):

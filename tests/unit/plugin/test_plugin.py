@@ -225,6 +225,8 @@ def test_every_file_of_the_page_has_a_route_and_nothing_else_of_the_package_has(
         "/scalars",
         "/overview",
         "/rules.md",
+        "/tab.js",
+        "/tab.css",
     }
     files = {f"/{path.relative_to(STATIC).as_posix()}" for path in STATIC.rglob("*") if path.is_file()}
     assert set(tab.routes) == questions | files
@@ -601,7 +603,7 @@ def test_without_histograms_there_are_still_stats(tmp_path: Path) -> None:
     assert "p99" not in tab.ask("runs").json["runs"][0]["kinds"][0]["stats"]
 
 
-@pytest.mark.parametrize("route", ["/runs", "/index.js"])
+@pytest.mark.parametrize("route", ["/runs", "/tab.js", "/docs.html"])
 def test_an_answer_does_not_wait_until_its_headers_are_acknowledged(tab: Tab, route: str) -> None:
     with socket.socket() as connection:
         assert not connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

@@ -20,7 +20,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 import tbhooks
 from tbhooks.data.frame import Finding, Frame, Site
-from tbhooks.plugin.server import STATIC
+from tbhooks.plugin.server import STATIC, STYLES
 from tbhooks.sinks.tensorboard import STORED_COLUMNS, TensorBoardSink
 from tests.support import frames, reference
 from tests.support.frames import make_frame, write_run
@@ -156,9 +156,9 @@ def test_the_tab_is_there_once_a_run_holds_data_of_ours(server: Server) -> None:
     tab = server.tab()
     assert tab["enabled"] is True
     assert tab["loading_mechanism"]["type"] == "IFRAME"
-    assert tab["loading_mechanism"]["module_path"].endswith("/data/plugin/tbhooks/index.js")
+    assert tab["loading_mechanism"]["module_path"].endswith("/data/plugin/tbhooks/tab.js")
     page = server.get("plugin_entry.html", name="tbhooks")
-    assert b'import("./index.js")' in page.content
+    assert b'import("./tab.js")' in page.content
 
 
 CONTENT_TYPES = {".js": "text/javascript", ".css": "text/css"}
@@ -172,8 +172,9 @@ def test_every_file_that_a_script_or_the_entry_refers_to_is_there() -> None:
         for name in reference.findall(source.read_text(encoding="utf-8"))
     }
     files = {path.resolve() for path in STATIC.rglob("*") if path.is_file()}
-    assert referred <= files
-    assert files - referred == {(STATIC / "index.js").resolve()}, "files that nothing loads"
+    assert referred - {(STATIC / "tab.css").resolve()} <= files
+    unnamed = {(STATIC / name).resolve() for name in ("index.js", *STYLES)}  # parts of tab.js and tab.css
+    assert files - referred - unnamed == set(), "files that nothing loads"
 
 
 def test_every_file_of_the_page_is_served_and_nothing_beside(server: Server) -> None:

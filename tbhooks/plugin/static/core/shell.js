@@ -22,9 +22,9 @@ function emptyPage() {
 }
 
 export function createShell() {
-  const style = html("link", { rel: "stylesheet", href: new URL("style.css", import.meta.url).href });
+  const style = html("link", { rel: "stylesheet", href: new URL("../tab.css", import.meta.url).href });
   const ready = new Promise((resolve) => ["load", "error"].forEach((event) => style.addEventListener(event, resolve)));
-  document.head.append(style, html("link", { rel: "stylesheet", href: new URL("../overview/overview.css", import.meta.url).href }));
+  document.head.append(style);
   document.documentElement.lang = "en";
   document.title = "tbhooks";
   const parts = {

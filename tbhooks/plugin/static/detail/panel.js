@@ -12,10 +12,11 @@ import { createBandsPart, createLinesPart, createRidgesPart, createSamplesPart, 
 const MOST = 4;
 const HISTORY_WAIT = 250; // milliseconds the distribution waits for the history, whose range its axis shares
 
+/** The style of the panel, unless the page has it already: alone, or as a part of the tab's. */
 function addStyle() {
-  const href = new URL("panel.css", import.meta.url).href;
-  const there = [...document.querySelectorAll('link[rel="stylesheet"]')].some((link) => link.href === href);
-  if (!there) document.head.append(html("link", { rel: "stylesheet", href }));
+  const [own, whole] = ["panel.css", "../tab.css"].map((path) => new URL(path, import.meta.url).href);
+  const there = [...document.querySelectorAll('link[rel="stylesheet"]')].some(({ href }) => href === own || href === whole);
+  if (!there) document.head.append(html("link", { rel: "stylesheet", href: own }));
 }
 
 /** A path that breaks after its dots if it must. */
