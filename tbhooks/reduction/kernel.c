@@ -22,15 +22,24 @@
 
 enum { F32, F64, BF16, F16 };
 enum { COUNT, MEAN, M2, MIN, MAX, ZEROS, NANS, INFS, BASE, M3, M4, WIDTH };
-enum { HALF_OCTAVES = 192, MIDDLE = HALF_OCTAVES, REJECTED = 2 * HALF_OCTAVES + 1 };
+enum { HALF_OCTAVES = 192, MIDDLE = HALF_OCTAVES, REJECTED = 2 * HALF_OCTAVES + 1, BUCKETS = REJECTED + 1 };
 
 /* A key is a float's sign, exponent and top mantissa bit. Those without a sign: below LOWEST, 2**-64, is
  * the middle bucket; the last two are infinity and NaN. */
-enum { KEYS = 1024, SIGN = 512, LOWEST = 2 * (127 - 64), NOT_FINITE = 2 * 255 };
+enum { SIGN = 512, LOWEST = 2 * (127 - 64), NOT_FINITE = 2 * 255 };
 
 /* FEW: up to there no table pays. STRIDE: were tables 4096 bytes apart, a load would have to wait
- * for the store to the same key of another table, because the CPU compares low address bits first. */
-enum { BLOCK = 2048, FEW = 512, TABLES = 8, STRIDE = KEYS + 16 };
+ * for the store to the same bucket of another table, because the CPU compares low address bits first. */
+enum { BLOCK = 2048, FEW = 384, TABLES = 8, STRIDE = 400 };
+
+/* Two elements are counted at once, as one of all pairs of codes: a sign, and how many half-octaves a magnitude is above
+ * `base`; 0 for all below. WORTH_PAIRS: in a smaller array it costs more to empty these tables than they save. HEADROOM:
+ * the next blocks may have so many half-octaves more. */
+enum { STEPS = 32, CODES = 2 * STEPS, PAIR_TABLES = 4, PAIRS = CODES * CODES, PAIR_STRIDE = PAIRS + 32 };
+enum { WORTH_PAIRS = 16384, HEADROOM = 2 };
+
+/* Tables are emptied before a sum of their counts could overflow 16 bits. */
+enum { MOST_COUNTED = 65535 };
 
 /* WORTH_THREADS: a shorter array is read before other threads have woken up. */
 enum { SLICE = 32 * BLOCK, WORTH_THREADS = 2 * SLICE };
@@ -263,70 +272,177 @@ INLINE void merge_careful(double *x, int n, double *row) {
     row[INFS] += (double)(n - finite - nans);
 }
 
-/* Keys are written down before they are counted, because these loops vectorise and counting does not. */
-INLINE void find_keys_float(const float *x, int n, uint16_t *keys) {
+/* Buckets are written down before they are counted, because these loops vectorise and counting does not. */
+INLINE uint16_t bucket_of(uint16_t key) {
+    const int16_t magnitude = (int16_t)(key % SIGN), above = (int16_t)(magnitude - LOWEST + 1);
+    const int16_t capped = above < HALF_OCTAVES ? above : HALF_OCTAVES, steps = capped > 0 ? capped : 0;
+    const int16_t bucket = (int16_t)(key < SIGN ? MIDDLE + steps : MIDDLE - steps);
+    return (uint16_t)(magnitude < NOT_FINITE ? bucket : REJECTED);
+}
+
+INLINE void find_buckets_float(const float *x, int n, uint16_t *buckets) {
     for (int i = 0; i < n; i++) {
         uint32_t bits;
         memcpy(&bits, &x[i], sizeof bits);
-        keys[i] = (uint16_t)(bits >> 22);
+        buckets[i] = (uint16_t)(bits >> 22);
     }
+    for (int i = 0; i < n; i++) buckets[i] = bucket_of(buckets[i]);
 }
 
 /* Clamped to what a float's key can say; the buckets are all well inside. */
-INLINE void find_keys_double(const double *x, int n, uint16_t *keys) {
+INLINE void find_buckets_double(const double *x, int n, uint16_t *buckets) {
     for (int i = 0; i < n; i++) {
         uint64_t bits;
         memcpy(&bits, &x[i], sizeof bits);
         const int32_t top = (int32_t)(bits >> 51), magnitude = top & 0xfff, rebias = 2 * (1023 - 127);
         int32_t key = magnitude > rebias ? magnitude - rebias : 0;
         key = key < NOT_FINITE ? key : NOT_FINITE - 1;
-        keys[i] = (uint16_t)((magnitude < 2 * 2047 ? key : NOT_FINITE) | (top >> 12) * SIGN);
+        buckets[i] = bucket_of((uint16_t)((magnitude < 2 * 2047 ? key : NOT_FINITE) | (top >> 12) * SIGN));
     }
 }
 
-/* Counts of one array, until they are added to its buckets. */
+/* Counts of one array, until they are added to its buckets. The tables are cleared when something is counted. */
 typedef struct {
-    int32_t tables[TABLES][STRIDE];
+    uint16_t tables[TABLES][STRIDE];
+    uint16_t pairs[PAIR_TABLES][PAIR_STRIDE];
     int32_t *counts;
-    int is_ready; /* large, and most calls are for a few elements: zeroed when it is needed */
+    int is_alone; /* no other thread adds other slices of the same array */
+    int counted;  /* how many elements are in `tables` */
+    int used;     /* how many pairs are in `pairs` */
+    int base;     /* of their codes */
+    int left_out; /* how many elements are in `tables`, although `pairs` has counted them as below `base` */
+    int misses;   /* in how many blocks in a row many elements were below `base` */
 } Tally;
 
-/* In turns in several tables, because an increment has to wait for the previous one of the same counter,
- * and half of an activation can be the same zero. */
-INLINE void count(const uint16_t *keys, int n, Tally *tally) {
-    int i = 0;
-    for (; i + TABLES <= n; i += TABLES)
-        for (int t = 0; t < TABLES; t++) tally->tables[t][keys[i + t]]++;
-    for (; i < n; i++) tally->tables[0][keys[i]]++;
+/* Adds as many to each bucket; `n` has room for a whole number of vectors. */
+static void add_to_buckets(const Tally *tally, const uint16_t n[STRIDE]) {
+    int32_t *counts = tally->counts;
+    if (tally->is_alone)
+        for (int i = 0; i < BUCKETS; i++) counts[i] += n[i];
+    else
+        for (int i = 0; i < BUCKETS; i++)
+            if (n[i]) __atomic_fetch_add(&counts[i], n[i], __ATOMIC_RELAXED);
 }
 
-INLINE int bucket_of(int key) {
-    const int magnitude = key % SIGN, above = magnitude - LOWEST + 1;
-    const int steps = above < 0 ? 0 : above > HALF_OCTAVES ? HALF_OCTAVES : above;
-    return magnitude >= NOT_FINITE ? REJECTED : key < SIGN ? MIDDLE + steps : MIDDLE - steps;
-}
-
-INLINE void count_few(const uint16_t *keys, int n, int32_t *counts) {
-    for (int i = 0; i < n; i++) counts[bucket_of(keys[i])]++;
-}
-
-/* Other threads may be adding other slices of the same array. */
-static void empty(Tally *tally) {
+static void empty_tables(Tally *tally) {
     for (int t = 1; t < TABLES; t++)
-        for (int key = 0; key < KEYS; key++) tally->tables[0][key] += tally->tables[t][key];
-    for (int key = 0; key < KEYS; key++)
-        if (tally->tables[0][key])
-            __atomic_fetch_add(&tally->counts[bucket_of(key)], tally->tables[0][key], __ATOMIC_RELAXED);
-    memset(tally->tables, 0, sizeof tally->tables);
+        for (int i = 0; i < STRIDE; i++) tally->tables[0][i] = (uint16_t)(tally->tables[0][i] + tally->tables[t][i]);
+    if (tally->counted) add_to_buckets(tally, tally->tables[0]);
+    tally->counted = 0;
+}
+
+static void empty_pairs(Tally *tally) {
+    uint16_t first[CODES] = {0}, second[CODES], found[STRIDE] = {0};
+    for (int r = 0; r < CODES; r++) {
+        uint16_t total = 0;
+        for (int c = 0; c < CODES; c++) {
+            uint16_t n = 0;
+            for (int t = 0; t < PAIR_TABLES; t++) n = (uint16_t)(n + tally->pairs[t][r * CODES + c]);
+            first[c] = (uint16_t)(first[c] + n);
+            total = (uint16_t)(total + n);
+        }
+        second[r] = total;
+    }
+    for (int code = 0; code < CODES; code++) {
+        const int step = code % STEPS, key = (code / STEPS) * SIGN + tally->base + step;
+        uint16_t *into = &found[step ? bucket_of((uint16_t)key) : MIDDLE];
+        *into = (uint16_t)(*into + first[code] + second[code]);
+    }
+    found[MIDDLE] = (uint16_t)(found[MIDDLE] - tally->left_out);
+    if (tally->used) add_to_buckets(tally, found);
+    tally->used = tally->left_out = 0;
 }
 
 static void tally_for(Tally *tally, int32_t *counts) {
     if (tally->counts == counts) return;
-    if (tally->counts) empty(tally);
-    if (!tally->is_ready) memset(tally->tables, 0, sizeof tally->tables);
-    tally->is_ready = 1;
+    if (tally->counts && tally->counted) empty_tables(tally);
+    if (tally->counts && tally->used) empty_pairs(tally);
+    tally->counted = tally->used = tally->left_out = tally->misses = 0;
     tally->counts = counts;
 }
+
+/* Makes room for n more elements in the tables. */
+INLINE void use_tables(Tally *tally, int n) {
+    if (tally->counted + n > MOST_COUNTED) empty_tables(tally);
+    if (tally->counted == 0) memset(tally->tables, 0, sizeof tally->tables);
+    tally->counted += n;
+}
+
+/* In turns in several tables, because an increment has to wait for the previous one of the same counter,
+ * and half of an activation can be the same zero. */
+INLINE void count(const uint16_t *buckets, int n, Tally *tally) {
+    int i = 0;
+    use_tables(tally, n);
+    for (; i + TABLES <= n; i += TABLES)
+        for (int t = 0; t < TABLES; t++) tally->tables[t][buckets[i + t]]++;
+    for (; i < n; i++) tally->tables[0][buckets[i]]++;
+}
+
+INLINE void count_few(const uint16_t *buckets, int n, int32_t *counts) {
+    for (int i = 0; i < n; i++) counts[buckets[i]]++;
+}
+
+/* What is to be done with a block of floats that are all finite: count it, unless it has to be counted by `count`. */
+typedef int CountPairs(const float *, int, Scan, Tally *);
+
+#if defined(__x86_64__)
+/* Makes room for the pairs of a block; the first after that chooses a base for its greatest magnitude. */
+static void prepare_pairs(Tally *tally, int top) {
+    if (tally->used && (top >= tally->base + STEPS || 2 * tally->used + BLOCK > MOST_COUNTED)) empty_pairs(tally);
+    if (tally->used == 0) tally->base = top > STEPS ? top + HEADROOM - (STEPS - 1) : 0;
+}
+
+INLINE int magnitude_of(double x) {
+    const float single = (float)fabs(x);
+    uint32_t bits;
+    memcpy(&bits, &single, sizeof bits);
+    return (int)(bits >> 22);
+}
+
+/* Returns how many elements were counted: a multiple of 32, or 0 if pairs do not pay for this block. The keys of those
+ * below `base` are written down and counted one by one; if they are many, nothing is counted. */
+AVX512 static int count_pairs(const float *x, int n, Scan scan, Tally *tally) {
+    uint32_t pairs[BLOCK / 2];
+    uint32_t below[BLOCK + 16];
+    const int even = n / 32 * 32, low = magnitude_of(scan.least), high = magnitude_of(scan.greatest);
+    int found = 0;
+    if (tally->misses > 1) return 0;
+    prepare_pairs(tally, low > high ? low : high);
+    const __m512i base = _mm512_set1_epi16((short)tally->base), sign = _mm512_set1_epi16(STEPS);
+    const __m512i magnitude = _mm512_set1_epi16(SIGN - 1), both = _mm512_set1_epi32(1 | CODES << 16);
+    const __m512i lowest = _mm512_set1_epi16(LOWEST);
+    for (int i = 0; i < even; i += 32) {
+        const __m512i a = _mm512_srli_epi32(_mm512_castps_si512(_mm512_loadu_ps(x + i)), 22);
+        const __m512i b = _mm512_srli_epi32(_mm512_castps_si512(_mm512_loadu_ps(x + i + 16)), 22);
+        const __m512i keys = _mm512_packus_epi32(a, b); /* in another order, which does not matter */
+        const __m512i magnitudes = _mm512_and_si512(keys, magnitude), above = _mm512_subs_epu16(magnitudes, base);
+        const __m512i codes = _mm512_or_si512(above, _mm512_and_si512(_mm512_srli_epi16(keys, 4), sign));
+        _mm512_storeu_si512(pairs + i / 2, _mm512_madd_epi16(codes, both));
+        const __mmask32 is_below = _mm512_mask_testn_epi16_mask(_mm512_cmpge_epi16_mask(magnitudes, lowest), above, above);
+        if (is_below == 0) continue;
+        /* As wide as AVX512F can compress; in the order that the pack left. */
+        const __m512i first = _mm512_cvtepu16_epi32(_mm512_castsi512_si256(keys));
+        const __m512i second = _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(keys, 1));
+        _mm512_storeu_si512(below + found, _mm512_maskz_compress_epi32((__mmask16)is_below, first));
+        found += __builtin_popcount(is_below & 0xffff);
+        _mm512_storeu_si512(below + found, _mm512_maskz_compress_epi32((__mmask16)(is_below >> 16), second));
+        found += __builtin_popcount(is_below >> 16);
+    }
+    if (found > n / 8) { /* the next block chooses a base of its own */
+        if (tally->used) empty_pairs(tally);
+        tally->misses++;
+        return 0;
+    }
+    if (tally->used == 0) memset(tally->pairs, 0, sizeof tally->pairs);
+    for (int i = 0; i < even / 2; i += 2 * PAIR_TABLES)
+        for (int t = 0; t < 2 * PAIR_TABLES; t++) tally->pairs[t % PAIR_TABLES][pairs[i + t]]++;
+    if (found) use_tables(tally, found);
+    for (int i = 0; i < found; i++) tally->tables[i % TABLES][bucket_of((uint16_t)below[i])]++;
+    tally->used += even / 2, tally->left_out += found;
+    tally->misses = 0;
+    return even;
+}
+#endif
 
 #define READ(name, type, result)                                                                                 \
     INLINE result name(const char *data, int64_t i) {                                                            \
@@ -386,10 +502,10 @@ INLINE void start_row(double *row) {
     row[MAX] = -INFINITY;
 }
 
-INLINE void reduce(const Job *job, int64_t start, double *row, Tally *tally, ScanFloat *scan_block) {
+INLINE void reduce(const Job *job, int64_t start, double *row, Tally *tally, ScanFloat *scan_block, CountPairs *pairs) {
     float narrow[BLOCK];
     double wide[BLOCK];
-    uint16_t keys[BLOCK];
+    uint16_t buckets[BLOCK];
     const char *data = job->data, *minus = job->minus;
     const int64_t stop = job->size - start < SLICE ? job->size : start + SLICE;
     double pivot = 0;
@@ -397,6 +513,7 @@ INLINE void reduce(const Job *job, int64_t start, double *row, Tally *tally, Sca
     start_row(row);
     for (; start < stop; start += BLOCK) {
         const int n = stop - start < BLOCK ? (int)(stop - start) : BLOCK;
+        int counted = 0;
         Scan scan;
         if (job->dtype == F64) {
             const double *x = wide;
@@ -406,7 +523,7 @@ INLINE void reduce(const Job *job, int64_t start, double *row, Tally *tally, Sca
                 FILL(wide, read_f64);
             }
             SCAN_CENTRED(scan, scan_double, x, n, pivot);
-            if (job->counts) find_keys_double(x, n, keys);
+            if (job->counts) find_buckets_double(x, n, buckets);
             if (!isfinite(scan.squares) && x != wide) memcpy(wide, x, (size_t)n * sizeof *x);
         } else {
             const float *x = narrow, *less = NULL;
@@ -423,7 +540,9 @@ INLINE void reduce(const Job *job, int64_t start, double *row, Tally *tally, Sca
             scan = scan_block(narrow, x, less, n, pivot);
             if (less) x = narrow;
             if (cancels(scan, n)) scan = scan_block(NULL, x, NULL, n, pivot += scan.sum / n);
-            if (job->counts) find_keys_float(x, n, keys);
+            if (job->counts && pairs && job->size >= WORTH_PAIRS && isfinite(scan.squares))
+                counted = pairs(x, n, scan, tally);
+            if (job->counts && counted < n) find_buckets_float(x + counted, n - counted, buckets);
             for (int i = 0; i < n && !isfinite(scan.squares); i++) wide[i] = (double)x[i];
         }
         if (job->copy) {
@@ -436,9 +555,9 @@ INLINE void reduce(const Job *job, int64_t start, double *row, Tally *tally, Sca
             merge_careful(wide, n, row);
         }
         if (job->counts && job->size <= FEW) {
-            count_few(keys, n, job->counts);
-        } else if (job->counts) {
-            count(keys, n, tally);
+            count_few(buckets, n, job->counts);
+        } else if (job->counts && counted < n) {
+            count(buckets, n - counted, tally);
         }
     }
 }
@@ -447,15 +566,15 @@ INLINE void reduce(const Job *job, int64_t start, double *row, Tally *tally, Sca
  * needs no ifunc, which not every linker has. */
 typedef void Reduce(const Job *, int64_t, double *, Tally *);
 
-#define VERSION(name, scan_block)                                                                                \
+#define VERSION(name, scan_block, pairs)                                                                         \
     static void name(const Job *job, int64_t start, double *row, Tally *tally) {                                 \
-        reduce(job, start, row, tally, scan_block);                                                              \
+        reduce(job, start, row, tally, scan_block, pairs);                                                       \
     }
 
-VERSION(reduce_baseline, scan_baseline)
+VERSION(reduce_baseline, scan_baseline, NULL)
 #if defined(__x86_64__)
-AVX2 VERSION(reduce_avx2, scan_avx2)
-AVX512 VERSION(reduce_avx512, scan_avx512)
+AVX2 VERSION(reduce_avx2, scan_avx2, NULL)
+AVX512 VERSION(reduce_avx512, scan_avx512, count_pairs)
 #endif
 
 static Reduce *version(void) {
@@ -500,7 +619,7 @@ static void take_slices(void *shared) {
     Tally tally;
     int64_t i;
     tally.counts = NULL;
-    tally.is_ready = 0;
+    tally.is_alone = 0;
     while ((i = __atomic_fetch_add(&work->next, 1, __ATOMIC_RELAXED)) < work->count) {
         Slice *slice = &work->slices[i];
         reduce_slice(slice->job, slice->start, slice->row, &tally, work->run);
@@ -531,7 +650,7 @@ static int reduce_in_parallel(const Job *jobs, int64_t n, int64_t slices, unsign
 static void reduce_in_turn(const Job *jobs, int64_t n, Reduce *run) {
     Tally tally;
     tally.counts = NULL;
-    tally.is_ready = 0;
+    tally.is_alone = 1;
     for (const Job *job = jobs; job < jobs + n; job++) {
         for (int64_t start = 0; start < job->size; start += SLICE) {
             double row[WIDTH];

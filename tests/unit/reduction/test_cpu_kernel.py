@@ -168,6 +168,52 @@ def test_the_row_and_the_counts_equal_the_reference(kind: str, dtype: torch.dtyp
         check(x, *run(version, x))
 
 
+def scaled_blocks(n: int, exponents: Any) -> Tensor:
+    """Normal numbers; those of the i-th 2048 are multiplied by 2 ** exponents[i], over and over."""
+    return normal(n, 0, 1) * 2.0 ** torch.tensor(np.resize(np.repeat(exponents, 2048), n), dtype=torch.float64)
+
+
+# How a block of a large array is counted depends on how far its magnitudes are apart, and from those before.
+LARGE: dict[str, Callable[[int], Tensor]] = {
+    **NASTY,
+    "growing": lambda n: scaled_blocks(n, range(-20, 20, 3)),
+    "shrinking": lambda n: scaled_blocks(n, range(10, -20, -3)),
+    "small among large": lambda n: normal(n, 0, 1) * 10.0 ** -(10 * torch.rand(n, dtype=torch.float64) ** 8),
+    "wide": lambda n: normal(n, 0, 1) * 10.0 ** -(8 * torch.rand(n, dtype=torch.float64)),
+    "some wide": lambda n: torch.where(torch.arange(n) // 2048 % 3 == 1, LARGE["wide"](n), NASTY["normal"](n)),
+    "some not finite": lambda n: torch.where(torch.arange(n) % 5000 == 0, math.nan, NASTY["normal"](n)),
+}
+
+
+@pytest.mark.parametrize("version", [*VERSIONS, "wrapper"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", LARGE)
+def test_large_arrays_are_counted_exactly(kind: str, dtype: torch.dtype, version: str) -> None:
+    torch.manual_seed(2)
+    for n in (16_384, 20_003):
+        x = LARGE[kind](n).to(dtype)
+        assert np.array_equal(run(version, x)[1][:-1], reference.bucket_counts(reference.to_numpy(x)))
+
+
+@pytest.mark.parametrize("version", [*VERSIONS, "wrapper"])
+@pytest.mark.parametrize("kind", ["normal", "zeros", "equal", "small among large", "wide", "signed zeros"])
+def test_counts_may_be_more_than_16_bits_hold(kind: str, version: str) -> None:
+    torch.manual_seed(3)
+    x = LARGE[kind](300_003).float()
+    assert np.array_equal(run(version, x)[1][:-1], reference.bucket_counts(reference.to_numpy(x)))
+
+
+def test_arrays_of_one_call_are_counted_apart() -> None:
+    torch.manual_seed(4)
+    sizes = (20_000, 5, 3_000, 16_384, 400, 200_000, 2_048)
+    tensors = [LARGE[kind](n).float() for kind in ("normal", "wide", "zeros") for n in sizes]
+    rows = torch.zeros(len(tensors), WIDTH, dtype=torch.float64)
+    counts = torch.zeros(len(tensors), SLOTS, dtype=torch.int32)
+    cpu.reduce_all([cpu.job(x, r.data_ptr(), c.data_ptr()) for x, r, c in zip(tensors, rows, counts, strict=True)])
+    for x, counted in zip(tensors, counts.numpy(), strict=True):
+        assert np.array_equal(counted[:-1], reference.bucket_counts(reference.to_numpy(x)))
+
+
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", NASTY)
