@@ -6,15 +6,18 @@ import csv
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.browser_tab import (
+    ALONE,
     BAD_SINCE,
     FIRST,
     HOSTILE,
     MODULES,
     Pages,
+    Tab,
     alone,
     in_tensorboard,
     level,
@@ -49,6 +52,41 @@ def test_the_tab_is_loaded_as_one_script_and_one_style_sheet(pages: Pages) -> No
     names = "() => performance.getEntriesByType('resource').map(({ name }) => new URL(name).pathname)"
     loaded = [name for name in tab.frame.evaluate(names) if name.endswith((".js", ".css"))]
     assert sorted(loaded) == ["/data/plugin/tbhooks/tab.css", "/data/plugin/tbhooks/tab.js"]
+
+
+BUILT = """window.asked = [];
+const original = window.fetch;
+window.fetch = (url, ...more) => {
+  window.asked.push([new URL(url).pathname.split("/").at(-1), document.querySelector(".app") !== null]);
+  return original(url, ...more);
+};"""
+
+
+def test_the_map_of_the_address_is_asked_for_before_the_page_is_built_and_once(pages: Pages) -> None:
+    page = pages.context().new_page()
+    page.add_init_script(BUILT)
+    page.goto(pages.address + ALONE + "#tbhooks&" + parameters(run="first", vs="second", kind="activation"))
+    tab = Tab(page, page)
+    tab.settle()
+    expect(page.locator(".fresh")).to_have_count(2)
+    asked = page.evaluate("window.asked")
+    assert sorted(name for name, _ in asked) == sorted(["runs", "findings", *2 * ["matrix", "scalars", "sites"]])
+    assert [name for name, built in asked if built] == []
+
+
+def test_an_address_that_changes_before_the_page_is_built_is_followed(pages: Pages) -> None:
+    page = pages.context().new_page()
+
+    def change(route: Any) -> None:
+        other = "#tbhooks&" + parameters(run="second", kind="activation")
+        page.evaluate("hash => (window.location.hash = hash)", other)
+        route.continue_()
+
+    page.route("**/runs", change, times=1)
+    page.goto(pages.address + ALONE + "#tbhooks&" + FIRST)
+    tab = Tab(page, page)
+    tab.settle()
+    assert page.get_by_label("Run", exact=True).input_value() == "second"
 
 
 def test_hovering_a_cell_tells_module_step_and_value(pages: Pages) -> None:

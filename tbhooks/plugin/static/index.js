@@ -3,7 +3,8 @@
  * fetches data when a choice changes, polls running trainings, and passes the data to the parts of the page.
  */
 
-import { api } from "./core/api.js";
+import { firstQuestions } from "./core/ahead.js";
+import { api, forgetAhead } from "./core/api.js";
 import { attachShortcuts, createHelp } from "./core/help.js";
 import { createCompared } from "./detail/compared.js";
 import { createControls } from "./core/controls.js";
@@ -15,7 +16,7 @@ import { createHeatmap } from "./map/heatmap.js";
 import { createLegend, legendsOf } from "./map/legend.js";
 import { createModel } from "./core/model.js";
 import { createOverview } from "./overview/page.js";
-import { createShell } from "./core/shell.js";
+import { addStyle, createShell } from "./core/shell.js";
 import { createStatus } from "./core/status.js";
 import { originWords } from "./map/panes.js";
 import { pollForever } from "./core/polling.js";
@@ -28,13 +29,16 @@ import { afterNewSteps, around, domainOf, showing, zoomed } from "./map/view.js"
 
 const sameSite = (one, other) => one[0] === other[0] && one[1] === other[1];
 
-export function render() {
+export async function render() {
+  const styled = addStyle();
+  let adopted = (next) => (state = next ?? state); // until the page is there
+  const share = shareState((next) => adopted(next));
+  let state = share.read() ?? initialState();
+  const first = await firstQuestions(state);
   const shell = createShell();
   const data = createData(api);
   const modelOf = createModel();
-  const share = shareState(adopt);
   const help = createHelp();
-  let state = share.read() ?? initialState();
   let list = null;
   let choice = null;
   let model = null;
@@ -323,10 +327,12 @@ export function render() {
   /** Fetches the list of runs, and new steps of the shown ones. */
   async function look() {
     try {
-      const first = list === null;
-      list = await api.runs();
+      const isFirst = list === null;
+      const answer = first.list ?? api.runs();
+      first.list = null;
+      list = await answer;
       status.answered();
-      if (first || pageOf(state) === "overview") turnTo();
+      if (isFirst || pageOf(state) === "overview") turnTo();
       else if (choice === null) await choose();
       else await follow();
       return true;
@@ -334,6 +340,8 @@ export function render() {
       detailed = "";
       status.silent(error);
       return false;
+    } finally {
+      forgetAhead();
     }
   }
 
@@ -372,7 +380,8 @@ export function render() {
   });
   new ResizeObserver(() => model && choice && pageOf(state) === "map" && arrange()).observe(shell.work);
   followTheme(draw);
+  adopted = adopt;
   jump = cursorOfState();
   controls.page(pageOf(state));
-  shell.ready.then(() => pollForever(look)());
+  styled.then(() => pollForever(look)());
 }

@@ -1,4 +1,7 @@
-/* The routes of the plugin, one function each. URLs are relative to this file, so that a path prefix is kept. No state. */
+/*
+ * The routes of the plugin, one function each. URLs are relative to this file, so that a path prefix is kept.
+ * Holds nothing but responses that were asked for ahead.
+ */
 
 import { toNumber } from "./numbers.js";
 
@@ -12,11 +15,15 @@ export class ApiError extends Error {
   }
 }
 
-async function request(route, parameters = {}) {
+function addressOf(route, parameters) {
   const url = new URL(route, BASE);
   for (const [name, value] of Object.entries(parameters)) {
     if (value !== undefined && value !== null) url.searchParams.set(name, value);
   }
+  return url.href;
+}
+
+async function responseOf(url) {
   let response;
   try {
     response = await fetch(url, { cache: "no-store" });
@@ -24,6 +31,26 @@ async function request(route, parameters = {}) {
     throw new ApiError("TensorBoard does not answer", 0);
   }
   if (!response.ok) throw new ApiError((await response.text()).slice(0, 500) || `status ${response.status}`, response.status);
+  return response;
+}
+
+const ahead = new Map();
+
+/** Asks for what will be needed soon: the next request with this address gets this response. */
+export function askAhead(route, parameters) {
+  const url = addressOf(route, parameters);
+  const response = responseOf(url);
+  response.catch(() => {}); // whoever takes it hears of it
+  ahead.set(url, response);
+}
+
+/** Responses that nobody has taken would be old when somebody does. */
+export const forgetAhead = () => ahead.clear();
+
+function request(route, parameters = {}) {
+  const url = addressOf(route, parameters);
+  const response = ahead.get(url) ?? responseOf(url);
+  ahead.delete(url);
   return response;
 }
 

@@ -21,10 +21,14 @@ function emptyPage() {
   );
 }
 
-export function createShell() {
+/** Adds the style sheet of all parts of the page; resolves when it is there. */
+export function addStyle() {
   const style = html("link", { rel: "stylesheet", href: new URL("../tab.css", import.meta.url).href });
-  const ready = new Promise((resolve) => ["load", "error"].forEach((event) => style.addEventListener(event, resolve)));
   document.head.append(style);
+  return new Promise((resolve) => ["load", "error"].forEach((event) => style.addEventListener(event, resolve)));
+}
+
+export function createShell() {
   document.documentElement.lang = "en";
   document.title = "tbhooks";
   const parts = {
@@ -54,7 +58,7 @@ export function createShell() {
   parts.controls.append(parts.skip);
   document.body.append(parts.banner, parts.app, parts.empty);
   makeResizable(grip, parts.panel);
-  return { ...parts, grip, ready };
+  return { ...parts, grip };
 }
 
 /** The border between maps and panel can be dragged, or moved with the arrow keys. */
