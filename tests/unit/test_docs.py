@@ -143,6 +143,23 @@ def test_the_pages_of_rows_statistics_and_kinds_are_complete() -> None:
     assert [kind for kind in RECORDED_KINDS if f"`{kind}`" not in page("sites.md")] == []
 
 
+def test_contributing_names_files_that_exist() -> None:
+    """By its own rule: paths begin in `tbhooks/`, a bare name is in the folder of the file before it in the row."""
+    in_root = ("docs/", "tests/", "benchmarks/", "notebooks/", "mkdocs.yml", "hatch_build.py", "pyproject.toml")
+    table = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## Where to look")[2].partition("\n## ")[0]
+    rows = [line for line in table.splitlines() if line.startswith("| ")]
+    missing: list[str] = []
+    for row in rows:
+        folder = ROOT / "tbhooks"
+        for name in re.findall(r"`([\w/.-]+(?:\.(?:py|c|js|css|md|json|yml|toml)|/))`", row):
+            root = ROOT if name.startswith(in_root) else folder if "/" not in name else ROOT / "tbhooks"
+            path = root / name
+            missing += [] if path.exists() else [f"{name} in {row[:60]}"]
+            folder = path if name.endswith("/") else path.parent
+    assert len(rows) > 40
+    assert not missing
+
+
 def test_every_public_name_is_in_the_reference() -> None:
     text = page("reference.md")
     others = {"__version__", "integrations", "metrics", "rules", "runs", "sinks", "stats", "Rule"}
