@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 
 from tbhooks.data.artifacts.samples import Samples
 from tbhooks.data.frame import Finding
-from tbhooks.data.stats import BUCKETS, Counts
+from tbhooks.data.stats import BUCKETS, INFS, NANS, Counts
 
 Stored = NDArray[np.float32]
 Indices = NDArray[np.intp]
@@ -33,9 +34,15 @@ class Rows:
     thinned: bool
     """Whether TensorBoard returned only a sample of the steps."""
 
+    @cached_property
+    def nonfinite(self) -> NDArray[np.bool_]:
+        """Where a tensor held NaN or infinity."""
+        held: NDArray[np.bool_] = (self.columns[NANS] > 0) | (self.columns[INFS] > 0)
+        return held
+
     @property
     def nbytes(self) -> int:
-        return self.columns.nbytes + self.seen.nbytes + self.steps.nbytes + self.times.nbytes
+        return self.columns.nbytes + 2 * self.seen.nbytes + self.steps.nbytes + self.times.nbytes
 
 
 def used_buckets(counts: Counts) -> slice:

@@ -23,6 +23,11 @@ _OF_FINITE = {"mean": MEAN, "std": M2, "min": MIN, "max": MAX, "skewness": M3, "
 _ROWS_AT_ONCE = 1 << 14
 
 
+def is_derived(name: str) -> bool:
+    """Whether a statistic of rows has to be computed from several columns."""
+    return name in STATS and name not in _AS_STORED and name not in _OF_FINITE
+
+
 def row_stat(name: str, columns: Stored) -> Stored:
     """One statistic of stored columns [column, ...]; NaN where there is no data."""
     if name in _AS_STORED:
@@ -38,6 +43,9 @@ def row_stat(name: str, columns: Stored) -> Stored:
             some = slice(start, start + _ROWS_AT_ONCE)
             derived[some] = STATS[name](decode_values(flat[:, some].T, shape=False))
     return derived.reshape(columns.shape[1:])
+
+
+CAN_BE_UNDEFINED = ("ratio", "skewness", "kurtosis")
 
 
 def undefined(name: str, columns: Stored) -> NDArray[np.bool_]:

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from tbhooks.data.frame import Site
 from tbhooks.data.jsonable import to_jsonable
 from tbhooks.data.roles import GAIN
-from tbhooks.data.stats import BUCKETS, INFS, LOWER, MAX, MIN, NANS, QUANTILES, STATS, UPPER, Counts
+from tbhooks.data.stats import BUCKETS, INFS, LOWER, MAX, MIN, QUANTILES, STATS, UPPER, Counts
 from tbhooks.plugin.arrays import Histograms, Indices, Rows, Stored, used_buckets
 from tbhooks.plugin.index import Kind, RunIndex
-from tbhooks.plugin.matrix import Matrix, common, gain_matrix, quantile, row_stat, undefined
+from tbhooks.plugin.matrix import CAN_BE_UNDEFINED, Matrix, common, gain_matrix, quantile, row_stat, undefined
 
 MOST_NONFINITE = 100_000
 MOST_RIDGES = 60
@@ -29,7 +29,7 @@ def matrix_bytes(names: dict[str, str], sites: Sequence[Site], rows: Rows, matri
     later = slice(None) if after is None else rows.steps[matrix.at] > after
     at, values = matrix.at[later], matrix.values[later]
     pairs, more = _nonfinite(rows, at, sites)
-    without = np.argwhere(undefined(names["stat"], rows.columns)[at])[:MOST_NONFINITE].tolist()
+    without = _undefined(names["stat"], rows, at)
     header = {
         **names, "sites": len(sites), "steps": rows.steps[at].tolist(), "times": to_jsonable(rows.times[at].tolist()),
         "nonfinite": pairs, **({"nonfinite_more": True} if more else {}), **({"undefined": without} if without else {}),
@@ -42,10 +42,18 @@ def matrix_bytes(names: dict[str, str], sites: Sequence[Site], rows: Rows, matri
 
 def _nonfinite(rows: Rows, at: Indices, sites: Sequence[Site]) -> tuple[list[list[int]], bool]:
     """Cells whose tensor held NaN or infinity, as [step, site] among these steps, and whether there are more."""
-    bad = (rows.columns[NANS] > 0) | (rows.columns[INFS] > 0)
+    bad = rows.nonfinite[at]
     bad[:, [site.attention_stat is not None for site in sites]] = False  # masks are minus infinity there
-    pairs = np.argwhere(bad[at])
+    pairs = np.argwhere(bad)
     return pairs[:MOST_NONFINITE].tolist(), len(pairs) > MOST_NONFINITE
+
+
+def _undefined(stat: str, rows: Rows, at: Indices) -> list[list[int]]:
+    """Cells where the statistic is undefined, as [step, site] among these steps."""
+    if stat not in CAN_BE_UNDEFINED:
+        return []
+    pairs: list[list[int]] = np.argwhere(undefined(stat, rows.columns)[at])[:MOST_NONFINITE].tolist()
+    return pairs
 
 
 def dumps(value: Any) -> bytes:

@@ -26,7 +26,7 @@ from tbhooks.data.roles import GAIN
 from tbhooks.data.stats import QUANTILES, STAT_NAMES
 from tbhooks.plugin import bundle, overview, responses
 from tbhooks.plugin.index import KINDS, Kind, RunIndex, is_kind
-from tbhooks.plugin.matrix import gain_matrix, row_matrix
+from tbhooks.plugin.matrix import is_derived, row_matrix
 from tbhooks.plugin.provider import UnavailableError
 from tbhooks.plugin.query import Query, QueryError
 from tbhooks.plugin.store import Store, StoredRun, TooLargeError
@@ -127,8 +127,8 @@ class Plugin(base_plugin.TBPlugin):  # type: ignore[misc]  # TensorBoard has no 
         rows = stored.metric(kind, stat) if stat in metrics else stored.rows(kind)
         if stat in QUANTILES:
             matrix = stored.quantiles(kind, stat)
-        elif stat == GAIN:
-            matrix = gain_matrix(rows, kind.before)
+        elif stat == GAIN or is_derived(stat):
+            matrix = stored.derived(kind, stat)
         else:
             matrix = row_matrix("mean" if stat in metrics else stat, rows)  # a metric is the row of one number
         names = {"run": run.name, "kind": kind.name, "stat": stat}

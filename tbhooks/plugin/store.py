@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from tbhooks.data.artifacts.samples import Samples
 from tbhooks.data.frame import Finding
 from tbhooks.data.jsonable import to_jsonable
+from tbhooks.data.roles import GAIN
 from tbhooks.data.stats import COUNT, INFS, NANS, ZEROS
 from tbhooks.plugin.arrays import (
     Histogram,
@@ -33,7 +34,7 @@ from tbhooks.plugin.arrays import (
 from tbhooks.plugin.cache import Cache
 from tbhooks.plugin.index import Kind, RunIndex, Tag
 from tbhooks.plugin.index import read as read_index
-from tbhooks.plugin.matrix import Matrix, quantile_matrix
+from tbhooks.plugin.matrix import Matrix, gain_matrix, quantile_matrix, row_matrix
 from tbhooks.plugin.provider import Reader, TagValue, list_tags
 from tbhooks.runs.reader import OUTCOMES
 from tbhooks.runs.stored_frames import PackedCounts, is_shape_of_rows
@@ -136,6 +137,15 @@ class StoredRun:
         rows, histograms = self.rows(kind), self.histograms(kind)
         key, version = (stat, kind.name, *self._key), (_version(kind.rows), _version(kind.buckets))
         return self._cache.get(key, version, lambda known: quantile_matrix(stat, rows, histograms, known))
+
+    def derived(self, kind: Kind, stat: str) -> Matrix:
+        """A stat that is computed from several columns, of all sites; cached like a quantile."""
+        rows, key = self.rows(kind), (stat, kind.name, *self._key)
+
+        def computed(_: Matrix | None) -> Matrix:
+            return gain_matrix(rows, kind.before) if stat == GAIN else row_matrix(stat, rows)
+
+        return self._cache.get(key, _version(kind.rows), computed)
 
     def scalars(self) -> dict[str, tuple[NDArray[np.int64], NDArray[np.float64]]]:
         """The scalars of the run that are no statistics of modules; TensorBoard has them in memory."""

@@ -89,6 +89,14 @@ def test_an_address_that_changes_before_the_page_is_built_is_followed(pages: Pag
     assert page.get_by_label("Run", exact=True).input_value() == "second"
 
 
+def test_the_server_computes_the_other_stats_while_the_map_is_looked_at(pages: Pages) -> None:
+    page = alone(pages, parameters(run="second", kind="activation", stat="rms")).page
+    asked = "performance.getEntriesByType('resource').map(({ name }) => /stat=(.+)&after=590/.exec(name)?.[1])"
+    page.wait_for_function(f"() => {asked}.includes('p99')")
+    prepared = ["norm", "abs_max", "zero_fraction", "p50", "p01", "p25", "p75", "p99"]
+    assert [stat for stat in page.evaluate(asked) if stat is not None] == prepared
+
+
 def test_hovering_a_cell_tells_module_step_and_value(pages: Pages) -> None:
     tab = alone(pages, FIRST)
     for row, module, step in ((0, "stem", 100), (3, "blocks.0.norm", 250), (8, "head", 590)):

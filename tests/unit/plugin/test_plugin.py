@@ -918,6 +918,28 @@ def test_the_questions_of_one_click_list_the_run_once(tab: Tab, monkeypatch: pyt
     assert len(listed) == 2
 
 
+def test_a_stat_of_several_columns_is_computed_once_until_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed, row_matrix = [], store.row_matrix
+    monkeypatch.setattr(store, "row_matrix", lambda name, rows: computed.append(name) or row_matrix(name, rows))
+    monkeypatch.setattr(store, "LISTING_S", 0.0)
+    sink = TensorBoardSink(tmp_path / "run", scalars=())
+    sink.write(make_frame(0, {A: [3.0, 4.0]}))
+    sink.flush()
+    tab = Tab(tmp_path)
+    question = {"run": "run", "kind": "activation"}
+    for _ in range(2):
+        assert tab.ask("matrix", **question, stat="norm").matrix[1].tolist() == [[5.0]]
+        assert tab.ask("matrix", **question, stat="abs_max", after=0).matrix[1].tolist() == []
+    assert computed == ["norm", "abs_max"]
+    sink.write(make_frame(1, {A: [6.0, 8.0]}))
+    sink.close()
+    tab.reload()
+    assert tab.ask("matrix", **question, stat="norm").matrix[1].tolist() == [[5.0], [10.0]]
+    assert computed == ["norm", "abs_max", "norm"]
+
+
 def test_tensors_are_read_once_until_there_are_new_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sink = TensorBoardSink(tmp_path / "run", scalars=())
     for step in range(3):

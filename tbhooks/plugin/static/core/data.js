@@ -7,6 +7,7 @@ import { append, createMatrix, inOrderOf } from "../map/matrix.js";
 import { runNamed } from "./runs.js";
 
 const WARM_AFTER = 300; // milliseconds, so that the map is drawn first
+const COMPUTED = ["norm", "rms", "abs_max", "zero_fraction", "ratio", "gain", "p50", "p01", "p25", "p75", "p99"]; // which takes the server a while
 const MOST_KEPT = 16e6; // numbers of matrices that were shown before: 64 MB
 
 const lastOf = (matrix) => (matrix.steps.length ? matrix.steps[matrix.steps.length - 1] : -1);
@@ -69,19 +70,20 @@ export function createData(api) {
   const kept = createKept();
 
   /**
-   * Has the server read the histograms of what is shown and compute its quantiles, once: the first click on a cell and the
-   * first choice of a quantile then need not wait for that. The answers are short.
+   * Has the server read the histograms of what is shown and compute its other stats, once: the first click on a cell and the
+   * choice of another stat then need not wait for that. The answers are short.
    */
   function warm({ matrix }, list) {
     const { run, kind, steps, sites, rows } = matrix;
     const mark = JSON.stringify([run, kind]);
     const seen = sites[rows.findIndex(({ values }) => Number.isFinite(values[steps.length - 1]))];
-    if (warmed.has(mark) || !seen || !entryOf(list, matrix)?.histograms) return;
+    const entry = entryOf(list, matrix);
+    if (warmed.has(mark) || !seen || !entry) return;
     warmed.add(mark);
     const { path, index } = seen;
     const later = async () => {
-      await api.distribution({ run, kind, path, index, step: lastOf(matrix) });
-      for (const stat of entryOf(list, matrix).stats.filter((name) => /^p\d\d$/.test(name))) {
+      if (entry.histograms) await api.distribution({ run, kind, path, index, step: lastOf(matrix) });
+      for (const stat of COMPUTED.filter((name) => name !== matrix.stat && entry.stats.includes(name))) {
         await api.matrix({ run, kind, stat, after: lastOf(matrix) });
       }
     };
