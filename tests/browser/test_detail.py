@@ -697,6 +697,23 @@ def test_a_slow_history_does_not_keep_the_distribution_back(page: Any) -> None:
     assert page.locator(".detail-lines").get_attribute("aria-busy") == "true"
 
 
+def test_a_picture_is_drawn_again_only_for_an_answer_that_it_shows(page: Any) -> None:
+    answer(page, a=(distribution(normal(), 100), history([normal(), normal(2.0)], [100, 200])))
+    page.evaluate("held['distribution a'] = null; held['samples r 100'] = null")
+    first = "document.querySelector('.detail-' + name + ' .detail-picture').firstElementChild"
+    page.evaluate(f"() => {{ window.drawn = (name) => [{first}]; }}")
+    show(page, "a", wait=False)
+    until(page, "Boolean(drawn('bands')[0] && drawn('ridges')[0] && held['distribution a'])")
+    page.evaluate("window.before = ['bands', 'ridges', 'lines'].flatMap(drawn); held['distribution a']()")
+    settled(page)
+    until(page, "Boolean(held['samples r 100'])")
+    page.evaluate("window.before.push(...drawn('distribution')); held['samples r 100']()")
+    page.wait_for_timeout(100)
+    assert page.evaluate("before.map((node) => node !== null && node.isConnected)") == [True] * 4
+    page.get_by_label("scale").first.select_option("linear")
+    assert page.evaluate("before.map((node) => node.isConnected)") != [True] * 4
+
+
 def test_before_the_first_answer_it_says_that_it_is_loading(page: Any) -> None:
     page.evaluate("held['distribution a'] = null; held['history a'] = null")
     show(page, "a", wait=False)

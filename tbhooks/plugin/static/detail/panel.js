@@ -74,7 +74,7 @@ function createHead(onClose, onPickStep) {
 export function createDetail(container, { api, onClose, onPickStep, axis = "linear" }) {
   addStyle();
   const answers = createAnswers(api, answered);
-  const rerender = () => update(false);
+  const rerender = () => update(false, parts, true);
   const head = createHead(onClose, onPickStep);
   const parts = [
     createLinesPart(rerender, onPickStep),
@@ -90,13 +90,28 @@ export function createDetail(container, { api, onClose, onPickStep, axis = "line
   const grid = html("div", { class: "detail-grid" }, column(0, 3), column(3));
   const about = { class: "detail", "aria-label": "Detail of the chosen modules" };
   const root = html("section", about, head.element, waiting, grid);
+  const drawnFrom = new Map(); // what each part was drawn from
   let shown = null;
+  let drawing = null;
   let timer = 0;
 
   const allSettled = (what) => shown.cells.every((cell) => isSettled(cell[what]));
 
+  /** What the picture of a part depends on besides its own choices; the distribution shares its axis with the history. */
+  function sourcesOf({ needs }) {
+    const of = ({ distribution, history }) => [history.value, history.error, distribution.error, needs === "distribution" && distribution.value];
+    return [shown, ...shown.cells.flatMap(of)];
+  }
+
+  /** Whether a part has to be drawn again. */
+  function hasNews(part) {
+    const [before, now] = [drawnFrom.get(part), sourcesOf(part)];
+    drawnFrom.set(part, now);
+    return before?.length !== now.length || now.some((source, i) => source !== before[i]);
+  }
+
   /** Draws what can be drawn; a distribution alone waits a moment for the history, lest its axis move at once. */
-  function update(waits = true, which = parts) {
+  function update(waits = true, which = parts, always = false) {
     clearTimeout(timer);
     if (shown === null) return;
     head.render(shown.cells, shown.view);
@@ -104,7 +119,8 @@ export function createDetail(container, { api, onClose, onPickStep, axis = "line
     for (const part of which) {
       const drawn = allSettled(part.needs) && (histories || part.needs === "history" || !waits);
       part.busy(!drawn);
-      if (!drawn) continue;
+      if (!drawn || !(hasNews(part) || always)) continue;
+      drawing = part;
       part.render(shown.cells, shown.view);
       root.classList.add("detail-filled");
     }
@@ -113,15 +129,16 @@ export function createDetail(container, { api, onClose, onPickStep, axis = "line
 
   function answered(entry) {
     if (shown?.cells.some((cell) => cell.distribution === entry || cell.history === entry)) update();
-    else if ([...(shown?.asked.values() ?? [])].includes(entry)) update(false, parts.filter((part) => part.asks));
+    for (const { answer, by } of shown?.asked.values() ?? []) if (answer === entry) update(false, [...by], true);
   }
 
   /** A question of a part besides those for the chosen cells; asked once each time something is shown, however often
       the part is drawn: a question that fails would otherwise be asked again by the drawing that its failure causes. */
   function ask(route, question) {
     const key = JSON.stringify([route, question]);
-    if (!shown.asked.has(key)) shown.asked.set(key, answers.request(route, question));
-    return shown.asked.get(key);
+    if (!shown.asked.has(key)) shown.asked.set(key, { answer: answers.request(route, question), by: new Set() });
+    shown.asked.get(key).by.add(drawing);
+    return shown.asked.get(key).answer;
   }
 
   return {
