@@ -5,6 +5,7 @@ Made by the observer when the step begins. Keeps no tensor alive.
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ NONE_CAME = "no gradient came out of the compiled graph: there was no backward, 
 # Outputs passed on unchanged are recognised among this many recent tensors.
 MOST_RECENT = 256
 
+_has_fired, _failure = operator.attrgetter("fired"), operator.attrgetter("failure")
 
 _Recent = tuple[weakref.ref[Tensor], int, Span | None, GradientHook | EagerGradientHook | None]
 """A tensor read a moment ago, its version, record and hook: it is recognised when the next module returns it again."""
@@ -110,8 +112,8 @@ class StepContext:
                     report.mark_unseen(path, NEVER_CALLED)
                 elif report.unseen.get(path) == NEVER_CALLED:
                     report.mark_seen(path)
-        is_complete = not self.graph_gradients and all(hook.fired and not hook.failure for hook in self.gradient_hooks)
-        if is_complete and not report.unseen:
+        is_complete = all(map(_has_fired, self.gradient_hooks)) and not any(map(_failure, self.gradient_hooks))
+        if is_complete and not self.graph_gradients and not report.unseen:
             report.log_unseen()
             return
         reached = {site for hook in self.gradient_hooks if hook.fired for site in hook.sites}

@@ -7,6 +7,7 @@ difference between the weights after and before it. The capture session calls th
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -257,8 +258,8 @@ class ParameterReader:
     def _keys(self, optimizer: Optimizer) -> list[int]:
         """Returns the selected parameters of the optimizer, in its order."""
         self._find_parameters()
-        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        keys = [id(parameter) for parameter in parameters if id(parameter) in self._watched.paths]
+        ids = map(id, itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups))
+        keys = [*filter(self._watched.paths.__contains__, ids)]
         if self._watched.masters:
             held = ((key, master.held_by(optimizer)) for key, master in self._watched.masters.items())
             found = {key: tensor for key, tensor in held if tensor is not None}

@@ -4,6 +4,7 @@ if the structure of the model has changed.
 
 from __future__ import annotations
 
+import operator
 import weakref
 
 from torch import nn
@@ -19,6 +20,8 @@ from tbhooks.capture.step.optimizer_round import parameter_ids
 from tbhooks.data.frame import Site
 from tbhooks.data.self_report import Report
 from tbhooks.reduction.torch_rows import has_no_data
+
+_attributes = operator.attrgetter("__dict__")
 
 
 class WatchedParameters:
@@ -74,10 +77,13 @@ class WatchedParameters:
         version = structure.of(model).version() if self._selector.is_static else None
         known: dict[int, nn.Parameter] = {}
         if version is not None and version == self._structure_version:
-            owners = ((key, owner, name) for key, _, ref, name in self._known if (owner := ref()) is not None)
-            known = {key: p for key, owner, name in owners if (p := owner._parameters.get(name)) is not None}
+            known = {
+                key: parameter
+                for key, _, owner, name in self._known
+                if (module := owner()) is not None and (parameter := module._parameters.get(name)) is not None
+            }
         # Frameworks that keep weights of their own note them in attributes of the parameters, at any time.
-        if not known or any(p.__dict__ for p in known.values()):
+        if not known or any(map(_attributes, known.values())):
             self._structure_version = self._walk(model, version)
         else:
             self.paths, self.tensors = {key: path for key, path, _, _ in self._known}, known

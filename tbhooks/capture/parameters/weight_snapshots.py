@@ -118,8 +118,8 @@ class WeightSnapshots:
 
     def drop(self, keys: Iterable[int]) -> None:
         """Drops committed copies that were used."""
-        for key in keys:
-            self._slots.pop(key, None)
+        used = set(keys)
+        self._slots = {key: slot for key, slot in self._slots.items() if key not in used}
 
     def slot(self, key: int, parameter: Tensor) -> Address | None:
         """Returns where the copy is to be written, or None if no memory of this size is reserved."""

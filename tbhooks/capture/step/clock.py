@@ -291,7 +291,7 @@ class Clock:
     def _find_owned(self, optimizer: Optimizer, held: _Held, known: _Owned | None) -> _Owned:
         """Finds the parameters, unless those that are `known` must be the same."""
         version = self._parameters.structure_version()
-        ids = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+        ids = [*map(id, itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups))]
         if known is not None and known.found_in == (version, ids):
             return known
         owned = self._parameters.owned_by(optimizer)
