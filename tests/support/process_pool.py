@@ -93,13 +93,23 @@ def _read(directory: Path, rank: int) -> Rank:
 
 
 def serve() -> None:
-    """Runs what is asked for on standard input, one directory a line."""
+    """Runs what is asked for on standard input, one directory a line.
+
+    What ranks need is imported here, once: torch._dynamo, which the first optimizer imports, takes each of them a
+    second. No watch and no thread may exist here.
+    """
+    import gc
+
+    import torch._dynamo
     import torch.distributed.fsdp
     import torch.distributed.tensor.parallel
     import torch.utils.tensorboard  # noqa: F401
 
-    import tests.support.zoo  # noqa: F401
+    import tbhooks.api.watch
+    import tbhooks.sinks.tensorboard  # noqa: F401
+    import tests.support.jobs  # noqa: F401
 
+    gc.freeze()
     for line in sys.stdin:
         directory = Path(line.rstrip())
         if os.fork() == 0:  # of its own, so that several runs may be on their way
