@@ -42,6 +42,9 @@ DEPEND_ON_TORCH = (
     "tests/unit/collectors",
     "tests/distributed",
 )
+# Kept even if the environment says otherwise: each process of a run would compile all tests again, with pytest's
+# assertions, which takes longer than to import them, and each script that a test starts would compile the package.
+BYTECODE = {"PYTHONDONTWRITEBYTECODE": ""}
 NO_TESTS = 5  # pytest's exit code
 
 
@@ -111,7 +114,7 @@ def run(name: str) -> Result:
     with tempfile.TemporaryDirectory() as directory:
         report = Path(directory) / "report.xml"
         command = [group.python, "-m", "pytest", *group.arguments, f"--junitxml={report}"]
-        code = subprocess.run(command, env={**os.environ, **group.environment}, check=False).returncode
+        code = subprocess.run(command, env={**os.environ, **BYTECODE, **group.environment}, check=False).returncode
         counts, reasons = read(report) if report.exists() else (Counter(), Counter())
     seconds = time.monotonic() - started
     failed = code not in (0, NO_TESTS)
