@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import itertools
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.cuda._sanitizer import EventHandler, zip_arguments
-from torch.utils._pytree import tree_iter
 
 _numbers = itertools.count(1)
 _open: list[Sanitizer] = []
@@ -92,9 +91,9 @@ class Sanitizer:
         writes: set[int] = set()
         for argument, value in zip_arguments(func._schema, args, kwargs):
             is_written = argument.alias_info is not None and argument.alias_info.is_write
-            for tensor in tree_iter(value):
+            for tensor in _values(value):
                 (writes if is_written else reads).update(self._places(tensor))
-        for tensor in tree_iter(out):
+        for tensor in _values(out):
             writes |= self._places(tensor)
         names: dict[int, list[str]] = {place: [] for place in reads | writes}
         found = self.handler._handle_kernel_launch(
@@ -122,6 +121,11 @@ class Sanitizer:
             }
         span = 1 + sum((n - 1) * abs(s) for n, s in zip(host.shape, host.stride(), strict=True))
         return set(range(start // 8, (start + span * host.itemsize - 1) // 8 + 1))
+
+
+def _values(given: Any) -> Sequence[Any]:
+    """An argument or a result of an operation is a value, or a list or tuple of values."""
+    return given if isinstance(given, list | tuple) else (given,)
 
 
 def _line(stack: traceback.StackSummary) -> str:

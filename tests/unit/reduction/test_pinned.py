@@ -72,7 +72,7 @@ def mixture(dtype: torch.dtype, depth: int) -> nn.Module:
 def train_asking(ask: Ask, memory: HostMemory, dtype: torch.dtype, depth: int) -> tbhooks.Watch:
     """Trains with samples and dumps; asserts that no block is allocated from the first step to the last."""
     model = mixture(dtype, depth)
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
     watching = tbhooks.watch(model, every=1, histograms=True)
     ask(watching)
     before = memory.allocations
