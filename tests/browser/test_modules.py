@@ -147,8 +147,9 @@ def test_answers_are_appended_and_steps_known_already_are_not_doubled(page: Any)
     assert run(page, "map/matrix.js", given) == [[1, 2, 3], [1, 2, 3], [-1, -2, -3], None, [0, 0, 1]]
 
 
-def test_the_median_of_a_group_is_that_of_what_was_seen(page: Any) -> None:
-    data = np.random.default_rng(0).normal(size=(5, 7)).astype(np.float32)
+@pytest.mark.parametrize("count", [5, 6, 24, 25, 26, 91])
+def test_the_median_of_a_group_is_that_of_what_was_seen(page: Any, count: int) -> None:
+    data = np.random.default_rng(count).normal(size=(count, 7)).round(1).astype(np.float32)
     data[1, 3] = data[4, 3] = np.nan
     data[:, 5] = np.nan
     given = "rows.map((row) => ({ values: Float32Array.from(row, (v) => v ?? NaN), bad: null }))"

@@ -105,9 +105,21 @@ export function nearestStep(steps, position) {
 export const isUndefined = (row, i) => row.bad !== null && row.bad[i] === 2;
 export const isBad = (row, i) => (row.bad !== null && row.bad[i] === 1) || (Math.abs(row.values[i]) === Infinity && !isUndefined(row, i));
 
-/** The k-th smallest number; afterwards no number before it is larger, and none behind it smaller. */
-function select(numbers, k) {
-  let [low, high] = [0, numbers.length - 1];
+const FEW = 24; // so many numbers are sorted faster than they are searched
+
+/** Sorts the first numbers of an array. */
+function sortFirst(numbers, count) {
+  for (let i = 1; i < count; i++) {
+    const number = numbers[i];
+    let j = i;
+    for (; j > 0 && numbers[j - 1] > number; j--) numbers[j] = numbers[j - 1];
+    numbers[j] = number;
+  }
+}
+
+/** The k-th smallest of the first numbers; afterwards no number before it is larger, and none behind it smaller. */
+function select(numbers, count, k) {
+  let [low, high] = [0, count - 1];
   while (low < high) {
     const pivot = numbers[(low + high) >> 1];
     let [i, j] = [low, high];
@@ -126,22 +138,24 @@ function select(numbers, k) {
   return numbers[k];
 }
 
-function least(numbers) {
+function least(numbers, count) {
   let found = numbers[0];
-  for (let i = 1; i < numbers.length; i++) if (numbers[i] < found) found = numbers[i];
+  for (let i = 1; i < count; i++) if (numbers[i] < found) found = numbers[i];
   return found;
 }
 
-function most(numbers) {
+function most(numbers, count) {
   let found = numbers[0];
-  for (let i = 1; i < numbers.length; i++) if (numbers[i] > found) found = numbers[i];
+  for (let i = 1; i < count; i++) if (numbers[i] > found) found = numbers[i];
   return found;
 }
 
-function median(numbers) {
-  const half = numbers.length >> 1;
-  const upper = select(numbers, half);
-  return numbers.length % 2 ? upper : (most(numbers.subarray(0, half)) + upper) / 2;
+function median(numbers, count) {
+  const half = count >> 1;
+  if (count <= FEW) sortFirst(numbers, count);
+  else select(numbers, count, half);
+  if (count % 2) return numbers[half];
+  return ((count <= FEW ? numbers[half - 1] : most(numbers, half)) + numbers[half]) / 2;
 }
 
 const PICK = { median, least, most };
@@ -151,6 +165,7 @@ export function combinedRow(rows, length, which) {
   const values = new Float32Array(length).fill(NaN);
   const bad = new Uint8Array(length);
   const column = new Float32Array(rows.length);
+  const pick = PICK[which];
   for (let i = 0; i < length; i++) {
     let seen = 0;
     let undefinedOnes = 0;
@@ -162,7 +177,7 @@ export function combinedRow(rows, length, which) {
         else if (Number.isFinite(value)) column[seen++] = value;
       } else if (value === value) column[seen++] = value;
     }
-    if (seen > 0) values[i] = PICK[which](column.subarray(0, seen));
+    if (seen > 0) values[i] = pick(column, seen);
     else if (undefinedOnes > 0 && bad[i] === 0) bad[i] = 2;
   }
   return { values, bad };
