@@ -562,11 +562,11 @@ LOADED = """async ([base]) => {
 }"""
 
 
-def test_what_was_shown_is_not_asked_for_again_and_quantiles_are_computed_ahead(page: Any) -> None:
+def test_what_was_shown_is_not_asked_for_again_and_other_stats_are_computed_ahead(page: Any) -> None:
     """A run that was written again since is asked for again, even if it has as many steps as before."""
     assert page.evaluate(LOADED, [STATIC]) == {
         "before": ["std", "norm"],
-        "idle": ["distribution", "p01 after 1", "p50 after 1"],
+        "idle": ["distribution", "norm after 1", "p50 after 1", "p01 after 1"],
         "later": ["std"],
     }
 
