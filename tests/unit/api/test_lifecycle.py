@@ -62,7 +62,7 @@ def wait_for(child):
 # runs as the main module of a process of its own, a fraction of a second after its start instead of three.
 HOST = """
 import gc, os, runpy, sys
-import torch, torch._dynamo, tbhooks, tbhooks.sinks.tensorboard
+import torch, torch._dynamo, tbhooks.api.watch, tbhooks.sinks.tensorboard, tbhooks.sinks.jsonl
 import torch.utils.data, torch.utils.tensorboard
 
 torch.optim.SGD([torch.zeros(1)], lr=0.1)
