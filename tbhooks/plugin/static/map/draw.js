@@ -86,11 +86,9 @@ function textsOf(context, g, rows) {
 }
 
 /** The course of a row over the shown steps on a scale of its own: what a shared colour scale hides. */
-function drawSpark(context, g, model, row, theme) {
-  const pane = model.panes[0];
-  const numbers = pane?.numbers(model.rows[row]);
+function drawSpark(context, g, model, row, theme, columns) {
+  const numbers = model.panes[0].numbers(model.rows[row]);
   if (!numbers) return;
-  const columns = columnsOf(pane.edges, model.view, SPARK - 10, Infinity);
   const points = [];
   for (let x = 0; x < columns.from.length; x++) {
     const value = columns.from[x] < 0 ? NaN : numbers.values[columns.to[x] - 1];
@@ -117,7 +115,7 @@ function drawSpark(context, g, model, row, theme) {
   context.stroke();
 }
 
-function drawLabel(context, g, model, row, theme, text) {
+function drawLabel(context, g, model, row, theme, text, columns) {
   const { depth, group, open, key, site, tag } = model.rows[row];
   const y = labelMiddle(g, row);
   const x = g.left + depth * INDENT;
@@ -129,7 +127,7 @@ function drawLabel(context, g, model, row, theme, text) {
   context.fillStyle = site ? theme.ink : theme.soft;
   context.font = `${colour ? 600 : 400} ${LABEL_SIZE}px ${FONT}`;
   context.fillText(text, x + CHEVRON, y + 0.5);
-  if (g.spark && !tag) drawSpark(context, g, model, row, theme);
+  if (columns && !tag) drawSpark(context, g, model, row, theme, columns);
   if (tag) {
     context.font = `11px ${FONT}`;
     context.textAlign = "right";
@@ -151,6 +149,7 @@ function drawLabels(context, g, model, theme) {
   for (let row = first; row < last; row++) order.push(row);
   const dense = g.rowHeight < HIGH_ENOUGH;
   const texts = textsOf(context, g, model.rows);
+  const columns = g.spark && model.panes.length ? columnsOf(model.panes[0].edges, model.view, SPARK - 10, Infinity) : null;
   if (dense) {
     const rank = (row) => (model.picks.has(model.rows[row].key) ? -1 : model.rows[row].depth + (model.rows[row].group ? 0 : 0.5));
     order.sort((one, other) => rank(one) - rank(other) || one - other);
@@ -171,7 +170,7 @@ function drawLabels(context, g, model, theme) {
     }
     const { key, full } = model.rows[row];
     const whole = dense && model.picks.has(key); // the rows around it that would say where it is have no room
-    drawLabel(context, g, model, row, theme, whole ? elide(context, full, roomOf(g, model.rows[row].depth)) : texts[row]);
+    drawLabel(context, g, model, row, theme, whole ? elide(context, full, roomOf(g, model.rows[row].depth)) : texts[row], columns);
   }
   context.restore();
 }
