@@ -24,6 +24,7 @@ from xdist.scheduler import LoadGroupScheduling
 from tbhooks.api.lifecycle import open_watches
 from tbhooks.reduction import cpu
 from tests.support.process_pool import ProcessPool
+from tests.support.script_host import ScriptHost
 from tests.support.slow import COLLECTED
 
 LONG = ("tests/distributed/", "tests/loops/", "tests/unit/test_", "tests/unit/cli/", "tests/unit/api/")
@@ -72,6 +73,13 @@ def pytest_collection_finish() -> None:
 def pool() -> Iterator[ProcessPool]:
     """One process that forks the ranks of every test."""
     with contextlib.closing(ProcessPool()) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def scripts() -> Iterator[ScriptHost]:
+    """One process that has imported torch and forks the scripts of every test."""
+    with contextlib.closing(ScriptHost()) as made:
         yield made
 
 

@@ -6,8 +6,6 @@ Runs are written as strings, as tests/support/evaluation_runs.py explains, which
 from __future__ import annotations
 
 import contextlib
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,7 @@ from tests.support import evaluation_runs, float64_recorder, frames, reference, 
 from tests.support.evaluation_runs import Kept, Run, assert_evaluations, closed, expected_training, start, watched
 from tests.support.float64_recorder import Float64Recorder
 from tests.support.loops import steps_of
+from tests.support.script_host import ScriptHost
 
 SCRIPTS = {
     "after some steps": "tteettet", "last": "ttte", "at every step": "tetetete", "before the first step": "eetete",
@@ -225,7 +224,7 @@ def test_the_last_evaluation_is_not_lost(tmp_path: Path, end: str) -> None:
     assert run.do("te").bits() == start().do("teete").bits()
 
 
-def test_an_evaluation_at_the_end_of_a_script_is_not_lost(tmp_path: Path) -> None:
+def test_an_evaluation_at_the_end_of_a_script_is_not_lost(scripts: ScriptHost, tmp_path: Path) -> None:
     code = (
         "import sys, torch, tbhooks; model = torch.nn.Linear(2, 1)\n"
         "tbhooks.watch(model, tbhooks.JsonlSink(sys.argv[1]), every=1).evaluation()\n"
@@ -233,7 +232,7 @@ def test_an_evaluation_at_the_end_of_a_script_is_not_lost(tmp_path: Path) -> Non
         "model.eval()(torch.ones(4, 2)); raise SystemExit(3)"
     )
     place = tmp_path / "frames.jsonl"
-    assert subprocess.run([sys.executable, "-c", code, str(place)], check=False, timeout=60).returncode == 3
+    assert scripts.run("-c", code, place, timeout=60).returncode == 3
     assert sorted(frame.is_evaluation for frame in read(place)) == [False, True]
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -24,6 +22,7 @@ from tbhooks.capture.recording.recorder import Recorder
 from tests.support import zoo
 from tests.support.loops import forward, mlp, sgd
 from tests.support.reference import gradient_norm
+from tests.support.script_host import ScriptHost
 
 NAN, INF = float("nan"), float("inf")
 USED, RAW = "train.grad_norm", "train.grad_norm_raw"
@@ -262,11 +261,11 @@ os.wait() if rank == 0 else os._exit(0)
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def ranks(scripts: ScriptHost, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What two processes of one run saw, by the way their gradients meet."""
     folder = tmp_path_factory.mktemp("ranks")
     root = Path(__file__).parents[2]
-    subprocess.run([sys.executable, "-c", RANKS, str(folder)], check=True, timeout=60, cwd=root)
+    scripts.run("-c", RANKS, folder, timeout=60, cwd=root).check_returncode()
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 

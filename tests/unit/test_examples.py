@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,18 +12,18 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tbhooks import runs
 from tbhooks.capture.recording.step_table import RANKS
+from tests.support.script_host import ScriptHost
 from tests.support.slow import slow
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 pytestmark = pytest.mark.xdist_group("ranks")
 
 
-def run_by_torchrun(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_by_torchrun(scripts: ScriptHost, directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-    return subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *arguments],
-        cwd=directory, env={**environment, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        capture_output=True, text=True, timeout=200, check=False,
+    return scripts.run(
+        "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *arguments,
+        cwd=directory, env={**environment, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}, timeout=200,
     )  # fmt: skip
 
 
@@ -42,10 +41,10 @@ def run_by_torchrun(directory: Path, *arguments: str) -> subprocess.CompletedPro
     ],
 )
 def test_an_example_runs_on_two_processes_and_writes_one_run_of_both(
-    tmp_path: Path, name: str, steps: int, logged: list[int], said: str
+    scripts: ScriptHost, tmp_path: Path, name: str, steps: int, logged: list[int], said: str
 ) -> None:
     script = str(EXAMPLES / f"{name}.py")
-    ran = run_by_torchrun(tmp_path, script, "--steps", str(steps), "--logdir", "run")
+    ran = run_by_torchrun(scripts, tmp_path, script, "--steps", str(steps), "--logdir", "run")
     assert ran.returncode == 0, ran.stderr[-3000:]
     assert f"{steps} steps on 2 ranks, loss " in ran.stdout
     assert said in ran.stdout
@@ -74,14 +73,11 @@ def _lines(node: ast.stmt) -> range:
     return range(node.lineno, (node.end_lineno or node.lineno) + 1)
 
 
-def test_the_tutorial_logs_everything_in_less_than_forty_lines(tmp_path: Path) -> None:
+def test_the_tutorial_logs_everything_in_less_than_forty_lines(scripts: ScriptHost, tmp_path: Path) -> None:
     script = EXAMPLES / "tutorial.py"
     assert lines_of_code(script) < 40
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(
-        [sys.executable, str(script)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200,
-        check=False,
-    )  # fmt: skip
+    ran = scripts.run(script, cwd=tmp_path, env=environment, timeout=200)
     assert ran.returncode == 0, ran.stderr[-3000:]
     assert "of the test digits are right; found wrong: 0" in ran.stdout
     (run,) = (tmp_path / "runs").iterdir()

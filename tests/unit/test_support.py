@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +20,87 @@ from torch.optim import SGD, AdamW
 
 from tests.support import compatibility, fake_device, groups, reference, zoo
 from tests.support.fake_device import DEVICE, FakeDeviceTensor, Log, put, to_device
-from tests.support.slow import COLLECTED, cases
+from tests.support.script_host import ScriptHost
+from tests.support.slow import COLLECTED, cases, slow
 from tests.support.zoo import ZOO
+
+# --- Scripts --------------------------------------------------------------------------------------
+
+PROBE = """
+import atexit, multiprocessing, os, random, sys, threading
+
+atexit.register(lambda: print("at exit", __name__, repr(getattr(sys, "last_value", None))))
+finish = threading.Event()
+threading.Thread(target=lambda: (finish.wait(5), print("a thread")), daemon=False).start()
+main = sys.modules["__main__"]
+print(__name__, vars(main) is globals(), sorted(globals()), __doc__, __package__)
+print(globals().get("__file__"), __spec__ and (__spec__.name, __spec__.origin), type(__loader__).__name__)
+print(sys.argv, sys.orig_argv, sys.path, os.getcwd(), sys.flags.interactive)
+print(sorted(os.environ.items()), sys.stdin.read() == "", sys.stdout.isatty(), sys.gettrace())
+print([name for name in sys.modules if name.startswith(("tbhooks", "tests"))], threading.active_count())
+print(os.getpgid(0) == os.getpid() or "no group", file=sys.stderr)
+import near
+"""
+NEAR = """
+import __main__
+import sys
+import torch
+print(torch.get_num_threads(), torch.is_grad_enabled(), file=sys.stderr)
+__main__.finish.set()
+def fail():
+    raise LookupError("out of luck")
+how = sys.argv[-1]
+if how == "raises":
+    fail()
+if how == "killed":
+    import os, signal
+    os.kill(os.getpid(), signal.SIGTERM)
+sys.exit({"text": "said at the end"}.get(how, 3))
+"""
+
+
+@pytest.mark.parametrize(
+    ("started", "how"),
+    [
+        ("script", "raises"),
+        ("module", "text"),
+        ("program", "killed"),
+        pytest.param("script", "exits", marks=slow("exits as it does with a text")),
+        pytest.param("module", "raises", marks=slow("a script and a module end in the same way")),
+    ],
+)
+def test_a_forked_script_is_what_it_is_under_python(
+    started: str, how: str, scripts: ScriptHost, tmp_path: Path
+) -> None:
+    (tmp_path / "below").mkdir()
+    for name, text in (("probe", PROBE), ("near", NEAR)):
+        (tmp_path / "below" / f"{name}.py").write_text(text)
+    first = {
+        "script": (["below/probe.py"], tmp_path), "module": (["-m", "probe"], tmp_path / "below"),
+        "program": (["-c", PROBE], tmp_path / "below"),
+    }  # fmt: skip
+    words, directory = first[started]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path), "MINE": "x"}
+    expected = subprocess.run(
+        [sys.executable, *words, "--a", how], cwd=directory, env=environment, stdin=subprocess.DEVNULL,
+        capture_output=True, text=True, timeout=100, check=False, start_new_session=True,
+    )  # fmt: skip
+    done = scripts.run(*words, "--a", how, cwd=directory, env=environment)
+    assert done.returncode == expected.returncode == {"exits": 3, "killed": -signal.SIGTERM}.get(how, 1)
+    assert done.stdout == expected.stdout
+    assert done.stderr == expected.stderr
+
+
+def test_two_forked_scripts_draw_other_random_numbers(scripts: ScriptHost) -> None:
+    draws = "import random, torch; print(random.random(), torch.rand(1).item())"
+    first, second = (scripts.run("-c", draws).stdout.split() for _ in range(2))
+    assert len({*first, *second}) == 4
+
+
+def test_a_forked_script_that_hangs_is_killed(scripts: ScriptHost) -> None:
+    with pytest.raises(subprocess.TimeoutExpired):
+        scripts.run("-c", "import time; time.sleep(60)", timeout=0.5)
+
 
 # --- The zoo --------------------------------------------------------------------------------------
 

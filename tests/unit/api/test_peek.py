@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 import random
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,6 +26,7 @@ from tbhooks.data.frame import Frame
 from tbhooks.data.peek_result import Output, Peeked
 from tests.support import fake_device, float64_recorder, reference, zoo
 from tests.support.model_state import peek_unseen, state
+from tests.support.script_host import ScriptHost
 
 ROOT = Path(__file__).parents[3]
 
@@ -616,9 +616,8 @@ os._exit(0)  # gloo's threads may wait for the interpreter, which waits for them
 """
 
 
-def test_ddp_is_not_affected_and_trains_on() -> None:
-    command = [sys.executable, "-c", WITH_DDP]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+def test_ddp_is_not_affected_and_trains_on(scripts: ScriptHost) -> None:
+    done = scripts.run("-c", WITH_DDP, cwd=ROOT, timeout=100)
     assert done.stdout.endswith("True\n"), done.stderr  # Gloo of torch 2.10 prints a line before it
 
 

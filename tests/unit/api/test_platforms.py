@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.support.script_host import ScriptHost
 
 SCRIPT = """
 import os, signal, sys
@@ -26,8 +25,6 @@ assert len(tbhooks.runs.read("run").frames) == 3
 """
 
 
-def test_a_system_without_fork_and_posix_signals_can_watch_and_read(tmp_path: Path) -> None:
-    alone = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", SCRIPT]
-    done = subprocess.run(command, cwd=tmp_path, env=alone, capture_output=True, text=True, timeout=120, check=False)
+def test_a_system_without_fork_and_posix_signals_can_watch_and_read(scripts: ScriptHost, tmp_path: Path) -> None:
+    done = scripts.run("-c", SCRIPT, cwd=tmp_path, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -11,7 +11,6 @@ import os
 import pickle
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -33,6 +32,7 @@ from tbhooks.capture.recording.recorder import Recorder
 from tbhooks.data.errors import ArgumentError
 from tests.support import frames, zoo
 from tests.support.loops import forward, mlp, sgd, steps_of, train
+from tests.support.script_host import ScriptHost
 
 # -- lifetime ---------------------------------------------------------------------------------------
 
@@ -332,7 +332,7 @@ def test_a_copy_of_a_watched_model_does_not_log() -> None:
     assert watching.latest["0", "activation"].count == 16 * 8
 
 
-def test_a_watched_model_pickles_and_saves(tmp_path: Path) -> None:
+def test_a_watched_model_pickles_and_saves(scripts: ScriptHost, tmp_path: Path) -> None:
     model = mlp()
     x = torch.randn(2, 4)
     with tbhooks.watch(model, every=1):
@@ -351,7 +351,7 @@ def test_a_watched_model_pickles_and_saves(tmp_path: Path) -> None:
         f"model = torch.load({str(tmp_path / 'model.pt')!r}, weights_only=False); "
         "model(torch.ones(1, 4)); print('fine')"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    done = scripts.run("-c", script, timeout=120)
     assert done.stdout == "fine\n", done.stderr
 
 

@@ -6,8 +6,6 @@ import gc
 import math
 import os
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ from tbhooks.cli import main
 from tbhooks.data.artifacts.flights import Flight, decode, encode
 from tests.support import compiling, fake_device, zoo
 from tests.support.loops import forward, mlp, sgd, steps_of
+from tests.support.script_host import ScriptHost
 
 
 class Reference:
@@ -584,10 +583,10 @@ os.kill(os.getpid(), signal.SIGTERM)
     ("how", "reason"),
     [("exception", "exception ValueError: out of luck"), ("SIGTERM", "the process was terminated")],
 )
-def test_a_process_that_ends_by_an_exception_or_a_signal_dumps(tmp_path: Path, how: str, reason: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path / "run"), how], capture_output=True, timeout=200, check=False
-    )
+def test_a_process_that_ends_by_an_exception_or_a_signal_dumps(
+    scripts: ScriptHost, tmp_path: Path, how: str, reason: str
+) -> None:
+    done = scripts.run("-c", PROGRAM, tmp_path / "run", how, timeout=200)
     assert done.returncode in (1, -signal.SIGTERM)
     (flight,) = tbhooks.runs.read(tmp_path / "run").flights
     assert flight.reason == reason

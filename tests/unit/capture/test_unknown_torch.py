@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -17,6 +15,7 @@ from tbhooks.capture.hooks import hook_types
 from tbhooks.reduction import torch_private
 from tests.support import compiling
 from tests.support.compiling import Graphs, Trial, operations
+from tests.support.script_host import ScriptHost
 
 pytestmark = compiling.ISOLATED
 
@@ -196,8 +195,8 @@ print(len(stand_in.missing))
 """
 
 
-def test_training_is_the_same_where_torch_has_none_of_the_private_parts() -> None:
-    done = subprocess.run([sys.executable, "-c", WITHOUT], check=False, capture_output=True, text=True, timeout=250)
+def test_training_is_the_same_where_torch_has_none_of_the_private_parts(scripts: ScriptHost) -> None:
+    done = scripts.run("-c", WITHOUT, timeout=250)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 10
 

@@ -11,6 +11,7 @@ import pytest
 
 import tbhooks
 from tbhooks import cli
+from tests.support.script_host import ScriptHost
 
 
 def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -31,11 +32,11 @@ def test_a_wrong_command_says_what_there_is() -> None:
 
 
 @pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def demo(scripts: ScriptHost, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Where the demo ran, and what it printed."""
     pytest.importorskip("sklearn")
     directory = tmp_path_factory.mktemp("demo")
-    done = run("demo", "--steps", "60", cwd=directory)
+    done = scripts.run("-m", "tbhooks", "demo", "--steps", "60", cwd=directory)
     assert done.returncode == 0, done.stderr
     return directory, done.stdout
 

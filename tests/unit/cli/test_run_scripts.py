@@ -16,6 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tbhooks import runs
 from tbhooks.data.frame import KINDS
 from tests.support.processes import without_torch_log
+from tests.support.script_host import ScriptHost
 from tests.support.slow import cases, slow
 
 SCRIPTS = Path(__file__).parents[3] / "examples" / "scripts"
@@ -131,16 +132,18 @@ def check_run(directory: Path, case: Case) -> None:
 # --- Several processes ---------------------------------------------------------------------------
 
 
-def by_torchrun(directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return run_in(directory, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *words)
+def by_torchrun(scripts: ScriptHost, directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    directory.mkdir()
+    words = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *words)
+    return scripts.run(*words, cwd=directory, env=environment(), timeout=LIMIT_S)
 
 
 SPREAD = str(SCRIPTS / "distributed_loop.py")
 
 
 @slow("torchrun takes seconds", covered_by="test_sharded_parameters_are_merged_where_asked_for_and_reported_where_not")
-def test_torchrun_starts_it_on_every_rank_and_the_first_writes(tmp_path: Path) -> None:
-    ran = by_torchrun(tmp_path / "run", "-m", "tbhooks", "run", "--every", "5", SPREAD)
+def test_torchrun_starts_it_on_every_rank_and_the_first_writes(scripts: ScriptHost, tmp_path: Path) -> None:
+    ran = by_torchrun(scripts, tmp_path / "run", "-m", "tbhooks", "run", "--every", "5", SPREAD)
     assert ran.returncode == 0, ran.stderr[-3000:]
     said = [line for line in ran.stderr.splitlines() if line.startswith(OURS)]
     assert len(said) == 2
@@ -151,9 +154,9 @@ def test_torchrun_starts_it_on_every_rank_and_the_first_writes(tmp_path: Path) -
 
 
 @slow("torchrun, twice", covered_by="test_sharded_parameters_are_merged_where_asked_for_and_reported_where_not")
-def test_every_rank_trains_to_the_same_bit_under_torchrun(tmp_path: Path) -> None:
-    bare = by_torchrun(tmp_path / "bare", SPREAD)
-    watched = by_torchrun(tmp_path / "watched", "-m", "tbhooks", "run", "--every", "1", SPREAD)
+def test_every_rank_trains_to_the_same_bit_under_torchrun(scripts: ScriptHost, tmp_path: Path) -> None:
+    bare = by_torchrun(scripts, tmp_path / "bare", SPREAD)
+    watched = by_torchrun(scripts, tmp_path / "watched", "-m", "tbhooks", "run", "--every", "1", SPREAD)
     printed = [sorted(re.findall(r"rank \d loss \S+ weights [0-9a-f]+", ran.stdout)) for ran in (bare, watched)]
     assert printed[0] == printed[1]
     assert len(printed[0]) == 2
@@ -169,9 +172,11 @@ SHARDED = str(SCRIPTS / "fsdp_loop.py")
         pytest.param(True, id="merge"),
     ],
 )
-def test_sharded_parameters_are_merged_where_asked_for_and_reported_where_not(tmp_path: Path, merged: bool) -> None:
+def test_sharded_parameters_are_merged_where_asked_for_and_reported_where_not(
+    scripts: ScriptHost, tmp_path: Path, merged: bool
+) -> None:
     options = ("--ranks", "merge") if merged else ()
-    ran = by_torchrun(tmp_path / "run", "-m", "tbhooks", "run", "--every", "5", *options, SHARDED)
+    ran = by_torchrun(scripts, tmp_path / "run", "-m", "tbhooks", "run", "--every", "5", *options, SHARDED)
     assert ran.returncode == 0, ran.stderr[-3000:]
     said = [line for line in ran.stderr.splitlines() if line.startswith(OURS)]
     assert any("--ranks merge to log all of them" in line for line in said) is not merged

@@ -7,8 +7,6 @@ import json
 import math
 import re
 import signal
-import subprocess
-import sys
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +21,7 @@ from torch import nn
 
 import tbhooks
 from tbhooks.api import validation
+from tests.support.script_host import ScriptHost
 from tests.support.slow import slow
 from tests.support.tensorboard_server import Server
 
@@ -180,10 +179,10 @@ if sys.argv[2] == "gone":
         pytest.param("signal", -signal.SIGTERM, api_pb2.STATUS_FAILURE, marks=slow("test_lifecycle.py has signals")),
     ],
 )
-def test_how_a_process_ends_is_how_its_run_ends(tmp_path: Path, how: str, code: int, expected: int) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path), how], capture_output=True, timeout=100, check=False
-    )
+def test_how_a_process_ends_is_how_its_run_ends(
+    scripts: ScriptHost, tmp_path: Path, how: str, code: int, expected: int
+) -> None:
+    done = scripts.run("-c", PROGRAM, tmp_path, how, timeout=100)
     assert done.returncode == code, done.stderr
     assert status(tmp_path) == expected
 
