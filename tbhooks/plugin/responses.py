@@ -6,7 +6,8 @@ Names are sent unescaped; the page shows them as text only.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -35,9 +36,14 @@ def matrix_bytes(names: dict[str, str], sites: Sequence[Site], rows: Rows, matri
         "nonfinite": pairs, **({"nonfinite_more": True} if more else {}), **({"undefined": without} if without else {}),
         **({"thinned": True} if rows.thinned else {}),
     }  # fmt: skip
+    return _with_numbers(header, [values])
+
+
+def _with_numbers(header: dict[str, Any], numbers: Iterable[Stored]) -> bytes:
     text = json.dumps(header, allow_nan=False, separators=(",", ":")).encode()
     text += b" " * (-(4 + len(text)) % 8)
-    return len(text).to_bytes(4, "little") + text + np.ascontiguousarray(values, dtype="<f4").tobytes()
+    arrays = (np.ascontiguousarray(values, dtype="<f4").tobytes() for values in numbers)
+    return b"".join((len(text).to_bytes(4, "little"), text, *arrays))
 
 
 def _nonfinite(rows: Rows, at: Indices, sites: Sequence[Site]) -> tuple[list[list[int]], bool]:
@@ -129,29 +135,39 @@ def _metrics_at(metrics: Mapping[str, Rows], step: int) -> dict[str, float | Non
     return found
 
 
-def _metric_history(metrics: Mapping[str, Rows], steps: NDArray[np.int64]) -> dict[str, list[float | None]]:
-    """Each metric of one site at these steps; None where it has no value."""
-    found: dict[str, list[float | None]] = {}
+@dataclass(frozen=True, slots=True)
+class Course:
+    """One stat of a site over the steps, and where it is known."""
+
+    values: Stored
+    known: NDArray[np.bool_]
+
+    def listed(self) -> list[float | None]:
+        """The values, and None where they are not known."""
+        listed: list[float | None] = self.values.tolist()
+        for i in np.flatnonzero(~self.known).tolist():
+            listed[i] = None
+        return listed
+
+
+def _metric_history(metrics: Mapping[str, Rows], steps: NDArray[np.int64]) -> dict[str, Course]:
+    """Each metric of one site at these steps."""
+    found = {}
     for name, metric in metrics.items():
-        by_step = dict(zip(*(array.tolist() for array in _metric_series(metric)), strict=True))
-        found[name] = [by_step.get(step) for step in steps.tolist()]
+        own, numbers = _metric_series(metric)
+        course = Course(np.full(len(steps), np.nan, dtype=np.float32), np.zeros(len(steps), dtype=np.bool_))
+        _, at, which = np.intersect1d(steps, own, assume_unique=True, return_indices=True)
+        course.values[at], course.known[at] = numbers[which], True
+        found[name] = course
     return found
 
 
-def _gain_history(kind: Kind, rows: Rows, position: int) -> dict[str, list[float | None]]:
+def _gain_history(kind: Kind, rows: Rows, position: int) -> dict[str, Course]:
     if position not in kind.before:
         return {}
     pair = Rows(rows.steps, rows.times, rows.columns[:, :, [kind.before[position], position]], rows.seen, rows.thinned)
     known = rows.seen[:, position] & rows.seen[:, kind.before[position]]
-    return {GAIN: _where_known(gain_matrix(pair, {1: 0}).values[:, 1], known)}
-
-
-def _where_known(values: Stored, known: NDArray[np.bool_]) -> list[float | None]:
-    """The values, and None where they are not known."""
-    listed: list[float | None] = values.tolist()
-    if not known.all():
-        listed = [value if is_known else None for value, is_known in zip(listed, known.tolist(), strict=True)]
-    return listed
+    return {GAIN: Course(gain_matrix(pair, {1: 0}).values[:, 1], known)}
 
 
 def _seen_with_histogram(rows: Rows, histograms: Histograms, position: int) -> tuple[Indices, Indices]:
@@ -173,10 +189,38 @@ def trimmed(counts: Counts, columns: Stored) -> tuple[list[float], list[list[int
     return np.clip(edges, float(low[known].min()), float(high[known].max())).tolist(), heights[:, first:last].tolist()
 
 
-def history(
-    kind: Kind, rows: Rows, histograms: Histograms, metrics: Mapping[str, Rows], position: int
-) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class History:
     """All stats of one site over the steps, its quantiles, and a sample of its histograms."""
+
+    steps: list[int]
+    stats: dict[str, Course]
+    quantile_steps: list[int]
+    quantiles: dict[str, Stored]
+    ridges: dict[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything by name, for JSON."""
+        return {
+            "steps": self.steps,
+            "stats": {name: course.listed() for name, course in self.stats.items()},
+            "quantile_steps": self.quantile_steps,
+            "quantiles": {name: values.tolist() for name, values in self.quantiles.items()},
+            "ridges": self.ridges,
+        }
+
+    def to_bytes(self) -> bytes:
+        """As a matrix is sent: the numbers of the stats and the quantiles follow the header, in its order."""
+        unknown = [[name, np.flatnonzero(~course.known).tolist()] for name, course in self.stats.items()]
+        header = {
+            "steps": self.steps, "stats": unknown, "quantile_steps": self.quantile_steps,
+            "quantiles": list(self.quantiles), "ridges": to_jsonable(self.ridges),
+        }  # fmt: skip
+        return _with_numbers(header, [*(course.values for course in self.stats.values()), *self.quantiles.values()])
+
+
+def history(kind: Kind, rows: Rows, histograms: Histograms, metrics: Mapping[str, Rows], position: int) -> History:
+    """What is known of one site."""
     # A copy, because the numbers of one site are far from each other in memory.
     own, seen = np.ascontiguousarray(rows.columns[:, :, position]), rows.seen[:, position]
     drawn, which = _seen_with_histogram(rows, histograms, position)
@@ -184,16 +228,11 @@ def history(
     some = np.unique(np.linspace(0, len(drawn) - 1, min(len(drawn), MOST_RIDGES)).round().astype(np.intp))
     edges, heights = trimmed(counts[some], own[:, drawn[some]])
     used = used_buckets(counts)
-    return {
-        "steps": rows.steps.tolist(),
-        "stats": {
-            name: _where_known(row_stat(name, own), seen & ~undefined(name, own))
-            for name in kind.stats
-            if name in STATS
-        }
-        | _gain_history(kind, rows, position)
-        | _metric_history(metrics, rows.steps),
-        "quantile_steps": rows.steps[drawn].tolist(),
-        "quantiles": {name: quantile(name, own[:, drawn], counts[:, used], used.start).tolist() for name in QUANTILES},
-        "ridges": {"steps": rows.steps[drawn[some]].tolist(), "edges": edges, "counts": heights},
-    }
+    stats = {name: Course(row_stat(name, own), seen & ~undefined(name, own)) for name in kind.stats if name in STATS}
+    return History(
+        rows.steps.tolist(),
+        stats | _gain_history(kind, rows, position) | _metric_history(metrics, rows.steps),
+        rows.steps[drawn].tolist(),
+        {name: quantile(name, own[:, drawn], counts[:, used], used.start) for name in QUANTILES},
+        {"steps": rows.steps[drawn[some]].tolist(), "edges": edges, "counts": heights},
+    )

@@ -147,12 +147,13 @@ class Plugin(base_plugin.TBPlugin):  # type: ignore[misc]  # TensorBoard has no 
         return responses.dumps(answer), JSON
 
     def _history(self, request: DataRequest) -> Response:
-        request.query.only("run", "kind", "path", "index")
+        request.query.only("run", "kind", "path", "index", "form")
+        form = request.query.one_of("form", ("json", "binary")) if "form" in request.query else "json"
         run, kind = self._kind(request)
         position, stored = _position(request.query, kind), self._stored(request, run)
         metrics = stored.metrics(kind, position)
         answer = responses.history(kind, stored.rows(kind), stored.histograms(kind), metrics, position)
-        return responses.dumps(answer), JSON
+        return (answer.to_bytes(), BINARY) if form == "binary" else (responses.dumps(answer.to_dict()), JSON)
 
     def _findings(self, request: DataRequest) -> Response:
         request.query.only("run")

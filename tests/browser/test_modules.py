@@ -531,6 +531,24 @@ def test_the_numbers_of_a_group_are_computed_once_until_the_run_grows(page: Any)
     }
 
 
+HISTORIES = """async ([base, question]) => {
+  const { api } = await import(base + "core/api.js");
+  const { historyOf } = await import(base + "detail/cells.js");
+  const words = (answer) => JSON.stringify(historyOf(answer), (_, value) =>
+    value instanceof Map ? [...value] : Number.isNaN(value) ? "nan" : Math.abs(value) === Infinity ? "inf" : value);
+  const plain = await fetch(`${base}history?${new URLSearchParams(question)}`);
+  return [words(await api.history(question)), words(await plain.json())];
+}"""
+
+
+@pytest.mark.parametrize("path", ["stem", "blocks.1.up"])
+def test_a_history_in_binary_form_is_read_as_the_one_in_json(page: Any, path: str) -> None:
+    question = {"run": "first", "kind": "activation", "path": path, "index": ""}
+    binary, plain = page.evaluate(HISTORIES, [STATIC, question])
+    assert binary == plain
+    assert ("null" in binary) == (path == "stem")  # which is missing in a step
+
+
 LOADED = """async ([base]) => {
   const { createData } = await import(base + "core/data.js");
   const asked = [];

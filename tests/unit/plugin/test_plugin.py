@@ -39,6 +39,7 @@ from tbhooks import plugin as entry
 from tbhooks.data.artifacts.flights import Flight
 from tbhooks.data.artifacts.samples import Group, Sample, Samples
 from tbhooks.data.frame import KINDS, SAMPLED, Finding, Frame, Site
+from tbhooks.data.jsonable import to_jsonable
 from tbhooks.data.stats import STAT_NAMES
 from tbhooks.plugin import index, provider, store
 from tbhooks.plugin.cache import Cache
@@ -254,6 +255,7 @@ WRONG = {
     "step": ["", "first", "nan", "inf", "1_000", "9" * 40],
     "path": ["d", "", "A", "a[0]", "../a"],
     "index": ["0", "[0]", "x" * 1000],
+    "form": ["", "text", "JSON"],
 }
 
 
@@ -267,7 +269,14 @@ def test_each_question_is_answered(tab: Tab, route: str) -> None:
     [
         (route, name)
         for route, good in GOOD.items()
-        for name in sorted({*good, *(["after"] if route == "matrix" else []), *(["index"] if "path" in good else [])})
+        for name in sorted(
+            {
+                *good,
+                *(["after"] if route == "matrix" else []),
+                *(["index"] if "path" in good else []),
+                *(["form"] if route == "history" else []),
+            }
+        )
     ],
 )
 def test_a_wrong_parameter_is_refused_with_a_sentence_that_names_it(tab: Tab, route: str, name: str) -> None:
@@ -609,6 +618,36 @@ def test_an_answer_does_not_wait_until_its_headers_are_acknowledged(tab: Tab, ro
         assert not connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
         Client(tab.routes[route]).get(route, environ_overrides={"werkzeug.socket": connection})
         assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+def decoded_history(content: bytes) -> dict[str, Any]:
+    """A history in the binary form as it is in JSON."""
+    length = int.from_bytes(content[:4], "little")
+    header = json.loads(content[4 : 4 + length])
+    numbers = np.frombuffer(content[4 + length :], "<f4")
+    steps, drawn = len(header["steps"]), len(header["quantile_steps"])
+    names = [*(name for name, _ in header["stats"]), *header["quantiles"]]
+    assert len(numbers) == steps * len(header["stats"]) + drawn * len(header["quantiles"])
+    ends = np.cumsum([steps] * len(header["stats"]) + [drawn] * len(header["quantiles"]))
+    lists: dict[str, Any] = {
+        name: to_jsonable(part.tolist()) for name, part in zip(names, np.split(numbers, ends), strict=False)
+    }
+    for name, unknown in header["stats"]:
+        for i in unknown:
+            lists[name][i] = None
+    header["stats"] = {name: lists[name] for name, _ in header["stats"]}
+    header["quantiles"] = {name: lists[name] for name in header["quantiles"]}
+    return header
+
+
+@pytest.mark.parametrize("path", ["a", "b"])
+def test_a_history_in_binary_form_says_the_same(tab: Tab, path: str) -> None:
+    answer = tab.ask("history", run="one", kind="activation", path=path).json
+    stats = answer["stats"].values()
+    again = tab.ask("history", run="one", kind="activation", path=path, form="binary")
+    assert again.kind == "application/octet-stream"
+    assert decoded_history(again.content) == answer
+    assert all(None in numbers for numbers in stats) == (path == "b")  # which is missing in a step
 
 
 def test_a_history_has_every_stat_and_says_where_there_is_none(tab: Tab) -> None:
@@ -1085,7 +1124,9 @@ def test_metrics_are_stats_of_their_kind_and_vectors_are_maps_of_elements(tmp_pa
 def test_a_site_has_its_metrics_in_its_history_and_its_stats(tmp_path: Path) -> None:
     write(tmp_path / "run", *(with_metrics(step) for step in range(3)))
     tab, where = Tab(tmp_path), {"run": "run", "kind": "activation", "path": "layers.1"}
-    assert tab.ask("history", **where).json["stats"]["metric.spread"] == [1.0, 11.0, "inf"]
+    answer = tab.ask("history", **where).json
+    assert answer["stats"]["metric.spread"] == [1.0, 11.0, "inf"]
+    assert decoded_history(tab.ask("history", **where, form="binary").content) == answer
     assert tab.ask("distribution", **where, step=1).json["stats"]["metric.spread"] == 11.0
     element = {"run": "run", "kind": "element.activation", "path": "layers.0", "index": "[2]"}
     assert tab.ask("history", **element).json["stats"] == {"metric.heads": [2.0, 3.0, 4.0]}

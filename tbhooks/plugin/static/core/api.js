@@ -59,25 +59,44 @@ const numbered = ({ tag, steps, values }) => ({ tag, steps, values: values.map((
 
 const json = async (route, parameters) => (await request(route, parameters)).json();
 
-/** Header and numbers of the binary response: length, JSON padded to 8 bytes, float32 in the order step, site. */
-export function decodeMatrix(buffer) {
+const binary = async (route, parameters) => (await request(route, parameters)).arrayBuffer();
+
+/** The parts of a binary response: the length of a header, the header as JSON padded to 8 bytes, and float32 numbers. */
+function decoded(buffer) {
   const length = new DataView(buffer).getUint32(0, true);
   const header = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 4, length)));
-  const values = new Float32Array(buffer, 4 + length, header.steps.length * header.sites);
-  return { header, values };
+  return { header, values: new Float32Array(buffer, 4 + length) };
+}
+
+/** Header and numbers of a matrix, which are in the order step, site. */
+export function decodeMatrix(buffer) {
+  const { header, values } = decoded(buffer);
+  return { header, values: values.subarray(0, header.steps.length * header.sites) };
+}
+
+/** A history as lists of numbers by stat: those of the stats come first, then those of the quantiles. */
+export function decodeHistory(buffer) {
+  const { header, values } = decoded(buffer);
+  let at = 0;
+  const next = (length) => Array.from(values.subarray(at, (at += length)));
+  const known = ([name, unknown]) => {
+    const list = next(header.steps.length);
+    for (const i of unknown) list[i] = null;
+    return [name, list];
+  };
+  const stats = Object.fromEntries(header.stats.map(known));
+  const quantiles = Object.fromEntries(header.quantiles.map((name) => [name, next(header.quantile_steps.length)]));
+  return { ...header, stats, quantiles };
 }
 
 export const api = {
   runs: () => json("runs"),
   sites: async ({ run, kind }) => (await json("sites", { run, kind })).sites,
-  matrix: async ({ run, kind, stat, after }) => {
-    const answer = await request("matrix", { run, kind, stat, after });
-    return decodeMatrix(await answer.arrayBuffer());
-  },
+  matrix: async ({ run, kind, stat, after }) => decodeMatrix(await binary("matrix", { run, kind, stat, after })),
   findings: async ({ run }) => (await json("findings", { run })).findings,
   scalars: async ({ run }) => (await json("scalars", { run })).scalars.map(numbered),
   samples: ({ run, step }) => json("samples", { run, step }),
   overview: ({ run }) => json("overview", { run }),
   distribution: ({ run, kind, path, index, step }) => json("distribution", { run, kind, path, index, step }),
-  history: ({ run, kind, path, index }) => json("history", { run, kind, path, index }),
+  history: async ({ run, kind, path, index }) => decodeHistory(await binary("history", { run, kind, path, index, form: "binary" })),
 };
