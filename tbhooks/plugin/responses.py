@@ -25,8 +25,19 @@ MOST_NONFINITE = 100_000
 MOST_RIDGES = 60
 
 
-def matrix_bytes(names: dict[str, str], sites: Sequence[Site], rows: Rows, matrix: Matrix, after: int | None) -> bytes:
-    """The length of the header, the header padded to a multiple of 8 bytes, and the numbers as float32."""
+def matrix_bytes(
+    names: dict[str, str],
+    sites: Sequence[Site],
+    rows: Rows,
+    matrix: Matrix,
+    after: int | None,
+    *,
+    by_site: bool = False,
+) -> bytes:
+    """The length of the header, the header padded to a multiple of 8 bytes, and the numbers as float32.
+
+    The numbers are those of one step after those of another, or those of one site after those of another.
+    """
     later = slice(None) if after is None else rows.steps[matrix.at] > after
     at, values = matrix.at[later], matrix.values[later]
     pairs, more = _nonfinite(rows, at, sites)
@@ -36,13 +47,13 @@ def matrix_bytes(names: dict[str, str], sites: Sequence[Site], rows: Rows, matri
         "nonfinite": pairs, **({"nonfinite_more": True} if more else {}), **({"undefined": without} if without else {}),
         **({"thinned": True} if rows.thinned else {}),
     }  # fmt: skip
-    return _with_numbers(header, [values])
+    return _with_numbers(header, [values.T if by_site else values])
 
 
 def _with_numbers(header: dict[str, Any], numbers: Iterable[Stored]) -> bytes:
     text = json.dumps(header, allow_nan=False, separators=(",", ":")).encode()
     text += b" " * (-(4 + len(text)) % 8)
-    arrays = (np.ascontiguousarray(values, dtype="<f4").tobytes() for values in numbers)
+    arrays = (np.ascontiguousarray(values, dtype="<f4").reshape(-1).view(np.uint8).data for values in numbers)
     return b"".join((len(text).to_bytes(4, "little"), text, *arrays))
 
 

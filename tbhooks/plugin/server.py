@@ -115,7 +115,8 @@ class Plugin(base_plugin.TBPlugin):  # type: ignore[misc]  # TensorBoard has no 
         return responses.dumps({"run": run.name, "kind": kind.name, "sites": sites}), JSON
 
     def _matrix(self, request: DataRequest) -> Response:
-        request.query.only("run", "kind", "stat", "after")
+        request.query.only("run", "kind", "stat", "after", "order")
+        order = request.query.one_of("order", ("step", "site")) if "order" in request.query else "step"
         after = request.query.integer("after") if "after" in request.query else None
         run, kind = self._kind(request)
         metrics = () if kind.metrics is None else kind.metrics.numbers
@@ -132,7 +133,8 @@ class Plugin(base_plugin.TBPlugin):  # type: ignore[misc]  # TensorBoard has no 
         else:
             matrix = row_matrix("mean" if stat in metrics else stat, rows)  # a metric is the row of one number
         names = {"run": run.name, "kind": kind.name, "stat": stat}
-        return responses.matrix_bytes(names, kind.sites, rows, matrix, after), BINARY
+        by_site = order == "site"
+        return responses.matrix_bytes(names, kind.sites, rows, matrix, after, by_site=by_site), BINARY
 
     def _distribution(self, request: DataRequest) -> Response:
         request.query.only("run", "kind", "path", "index", "step")

@@ -137,7 +137,7 @@ def test_answers_are_appended_and_steps_known_already_are_not_doubled(page: Any)
     given = """(() => {
       const sites = ["a", "b"].map((path) => ({ path, index: "", name: path }));
       const matrix = m.createMatrix({ run: "r", kind: "k", stat: "s" }, sites);
-      const values = (steps) => Float32Array.from(steps.flatMap((s) => [s, -s]));
+      const values = (steps) => Float32Array.from([...steps, ...steps.map((s) => -s)]);
       const answer = (steps, nonfinite = []) => ({ header: { sites: 2, steps, nonfinite }, values: values(steps) });
       m.append(matrix, answer([1, 2]));
       m.append(matrix, answer([2, 3], [[0, 0], [1, 1]]));
@@ -502,7 +502,7 @@ KEPT = """async ([base]) => {
   const grow = (steps, numbers) => {
     append(matrix, { header: { sites: 4, steps, nonfinite: [] }, values: Float32Array.from(numbers) });
   };
-  grow([0, 1], [1, 2, 3, 40, 5, 6, 7, 8]);
+  grow([0, 1], [1, 5, 2, 6, 3, 7, 40, 8]);
   const model = createModel();
   const shown = (change) => {
     const state = { ...initialState(), group: "roles", depth: 1, ...change };

@@ -256,6 +256,7 @@ WRONG = {
     "path": ["d", "", "A", "a[0]", "../a"],
     "index": ["0", "[0]", "x" * 1000],
     "form": ["", "text", "JSON"],
+    "order": ["", "sites", "F"],
 }
 
 
@@ -272,7 +273,7 @@ def test_each_question_is_answered(tab: Tab, route: str) -> None:
         for name in sorted(
             {
                 *good,
-                *(["after"] if route == "matrix" else []),
+                *(["after", "order"] if route == "matrix" else []),
                 *(["index"] if "path" in good else []),
                 *(["form"] if route == "history" else []),
             }
@@ -411,6 +412,17 @@ def test_quantiles_are_there_on_the_steps_with_histograms(tab: Tab) -> None:
         medians = [np.quantile(array * factor, 0.5) for array in DATA.values()]
         np.testing.assert_allclose(row[1:], medians[1:], rtol=0.1)
         assert abs(row[0] - medians[0]) < 0.1 * factor
+
+
+@pytest.mark.parametrize("stat", ["std", "norm", "p50"])
+@pytest.mark.parametrize("after", [-1, 44, 90])
+def test_the_numbers_of_a_site_are_next_to_each_other_if_that_is_asked_for(tab: Tab, stat: str, after: int) -> None:
+    question = {"run": "one", "kind": "activation", "stat": stat, "after": after}
+    header, values = tab.ask("matrix", **question).matrix
+    assert tab.ask("matrix", **question, order="step").content == tab.ask("matrix", **question).content
+    by_site = tab.ask("matrix", **question, order="site")
+    assert by_site.matrix[0] == header
+    assert by_site.content[-values.nbytes or len(by_site.content) :] == values.T.tobytes()
 
 
 @pytest.mark.parametrize(("after", "left"), [(-1, 10), (0, 9), (44, 5), (90, 0), (10**18 - 1, 0)])

@@ -3,7 +3,7 @@
  * exists is asked for, so the list of runs comes first.
  */
 
-import { api, askAhead } from "./api.js";
+import { api, askAhead, matrixQuestion } from "./api.js";
 import { chosen, runNamed } from "./runs.js";
 import { pageOf } from "./state.js";
 
@@ -20,7 +20,7 @@ export async function firstQuestions(state) {
 function askForMap(list, state) {
   const choice = chosen(list, state);
   for (const run of choice?.runs ?? []) {
-    askAhead("matrix", { run, kind: choice.kind, stat: choice.stat });
+    askAhead("matrix", matrixQuestion({ run, kind: choice.kind, stat: choice.stat }));
     askAhead("sites", { run, kind: choice.kind });
     if (runNamed(list, run).findings !== null) askAhead("findings", { run });
     askAhead("scalars", { run });

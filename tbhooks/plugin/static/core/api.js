@@ -68,7 +68,10 @@ function decoded(buffer) {
   return { header, values: new Float32Array(buffer, 4 + length) };
 }
 
-/** Header and numbers of a matrix, which are in the order step, site. */
+/** What a matrix is asked for with: the numbers of a site are to be next to each other. */
+export const matrixQuestion = ({ run, kind, stat, after }) => ({ run, kind, stat, after, order: "site" });
+
+/** Header and numbers of a matrix, which are in the order site, step. */
 export function decodeMatrix(buffer) {
   const { header, values } = decoded(buffer);
   return { header, values: values.subarray(0, header.steps.length * header.sites) };
@@ -92,7 +95,7 @@ export function decodeHistory(buffer) {
 export const api = {
   runs: () => json("runs"),
   sites: async ({ run, kind }) => (await json("sites", { run, kind })).sites,
-  matrix: async ({ run, kind, stat, after }) => decodeMatrix(await binary("matrix", { run, kind, stat, after })),
+  matrix: async (question) => decodeMatrix(await binary("matrix", matrixQuestion(question))),
   findings: async ({ run }) => (await json("findings", { run })).findings,
   scalars: async ({ run }) => (await json("scalars", { run })).scalars.map(numbered),
   samples: ({ run, step }) => json("samples", { run, step }),

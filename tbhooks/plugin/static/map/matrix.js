@@ -41,19 +41,27 @@ function makeRoom(matrix, length, fill) {
   }
 }
 
+/** Adds the numbers of a response, of which `added` steps for each site are new, behind those of `start` steps. */
+function addValues(matrix, start, added, { header, values }) {
+  const [width, length] = [header.sites, header.steps.length];
+  const of = (site) => values.subarray((site + 1) * length - added, (site + 1) * length);
+  if (start === 0 && width === matrix.rows.length) {
+    matrix.rows.forEach((row, site) => (row.values = of(site))); // as they came: nothing is copied
+    return;
+  }
+  makeRoom(matrix, start + added, width < matrix.rows.length ? NaN : 0); // nothing is left to fill if all sites have values
+  for (let site = 0; site < width; site++) matrix.rows[site].values.set(of(site), start);
+}
+
 /** Appends the steps of a response; true if there were any. */
-export function append(matrix, { header, values }) {
+export function append(matrix, answer) {
+  const { header } = answer;
   const start = matrix.steps.length;
   const last = start ? matrix.steps[start - 1] : -Infinity;
   const skipped = header.steps.findIndex((step) => step > last);
   if (skipped < 0) return false;
   const added = header.steps.length - skipped;
-  const width = header.sites;
-  makeRoom(matrix, start + added, width < matrix.rows.length ? NaN : 0); // nothing is left to fill if all sites have values
-  for (let site = 0; site < width; site++) {
-    const into = matrix.rows[site].values;
-    for (let i = 0, at = skipped * width + site; i < added; i++, at += width) into[start + i] = values[at];
-  }
+  addValues(matrix, start, added, answer);
   const flag = (pairs, as) => {
     for (const [step, site] of pairs ?? []) {
       if (step < skipped) continue;
