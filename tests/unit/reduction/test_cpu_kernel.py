@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import math
@@ -77,33 +78,54 @@ def run(version: str, x: Tensor, before: Tensor | None = None) -> tuple[Any, Any
     return row.numpy(), counts.numpy() - 1
 
 
+class Expected:
+    """What the reference computes of a tensor, once for every version of the kernel."""
+
+    def __init__(self, x: Tensor) -> None:
+        values = reference.to_numpy(x)
+        self.dtype, self.stats, self.buckets = x.dtype, reference.stats(values), reference.bucket_counts(values)
+        self.size, self.finite = values.size, int(np.isfinite(values).sum())
+        self.zeros = np.count_nonzero(values == 0)
+
+    def check(self, row: Any, counts: Any, rel: float = 1e-9) -> None:
+        """`rel` of the standard deviation; of the mean, relative to the largest magnitude it was summed from."""
+        expected = self.stats
+        assert row[stats.COUNT] == self.size
+        assert row[stats.BASE] == 0
+        assert row[stats.NANS] == expected["nan_count"]
+        assert row[stats.INFS] == expected["inf_count"]
+        assert row[stats.ZEROS] == self.zeros
+        assert np.array_equal(counts[:-1], self.buckets)
+        assert counts[-1] == self.size - self.finite
+        if not self.finite:
+            assert row[stats.MEAN] == row[stats.M2] == row[stats.M3] == row[stats.M4] == 0
+            assert row[stats.MIN] == math.inf
+            assert row[stats.MAX] == -math.inf
+            return
+        assert row[stats.MIN] == expected["min"]
+        assert row[stats.MAX] == expected["max"]
+        assert abs(row[stats.MEAN] - expected["mean"]) <= 1e-13 * expected["abs_max"]
+        assert_same_shape(reader(row), expected, rel)
+        std = math.sqrt(row[stats.M2] / self.finite)
+        if expected["std"] > 1e152 and std == math.inf:  # m2 itself is beyond double
+            return
+        # Squares of doubles below 1e-154 are denormal; and the reference's mean of equal numbers has an error.
+        noise = 1e-150 if self.dtype == torch.float64 else 0.0
+        assert math.isclose(std, expected["std"], rel_tol=rel, abs_tol=noise + 4e-16 * expected["abs_max"])
+
+
 def check(x: Tensor, row: Any, counts: Any, rel: float = 1e-9) -> None:
-    """`rel` of the standard deviation; of the mean, relative to the largest magnitude it was summed from."""
-    values = reference.to_numpy(x)
-    expected = reference.stats(values)
-    finite = values[np.isfinite(values)]
-    assert row[stats.COUNT] == values.size
-    assert row[stats.BASE] == 0
-    assert row[stats.NANS] == expected["nan_count"]
-    assert row[stats.INFS] == expected["inf_count"]
-    assert row[stats.ZEROS] == np.count_nonzero(values == 0)
-    assert np.array_equal(counts[:-1], reference.bucket_counts(values))
-    assert counts[-1] == values.size - finite.size
-    if not finite.size:
-        assert row[stats.MEAN] == row[stats.M2] == row[stats.M3] == row[stats.M4] == 0
-        assert row[stats.MIN] == math.inf
-        assert row[stats.MAX] == -math.inf
-        return
-    assert row[stats.MIN] == expected["min"]
-    assert row[stats.MAX] == expected["max"]
-    assert abs(row[stats.MEAN] - expected["mean"]) <= 1e-13 * expected["abs_max"]
-    assert_same_shape(reader(row), expected, rel)
-    std = math.sqrt(row[stats.M2] / finite.size)
-    if expected["std"] > 1e152 and std == math.inf:  # m2 itself is beyond double
-        return
-    # Squares of doubles below 1e-154 are denormal; and the reference's mean of equal numbers has an error.
-    noise = 1e-150 if x.dtype == torch.float64 else 0.0
-    assert math.isclose(std, expected["std"], rel_tol=rel, abs_tol=noise + 4e-16 * expected["abs_max"])
+    Expected(x).check(row, counts, rel)
+
+
+@contextlib.contextmanager
+def named(version: str, n: int) -> Iterator[None]:
+    """Says of which version a failure is."""
+    try:
+        yield
+    except AssertionError as problem:
+        problem.add_note(f"{version}, {n} elements")
+        raise
 
 
 def normal(n: int, mean: float, std: float) -> Tensor:
@@ -158,14 +180,16 @@ NASTY: dict[str, Callable[[int], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("version", [*VERSIONS, "wrapper"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", NASTY)
-def test_the_row_and_the_counts_equal_the_reference(kind: str, dtype: torch.dtype, version: str) -> None:
+def test_the_row_and_the_counts_equal_the_reference(kind: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     for n in SIZES:
         x = NASTY[kind](n).to(dtype)
-        check(x, *run(version, x))
+        expected = Expected(x)
+        for version in (*VERSIONS, "wrapper"):
+            with named(version, n):
+                expected.check(*run(version, x))
 
 
 def scaled_blocks(n: int, exponents: Any) -> Tensor:
@@ -185,22 +209,25 @@ LARGE: dict[str, Callable[[int], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("version", [*VERSIONS, "wrapper"])
+def check_counts(x: Tensor) -> None:
+    expected = reference.bucket_counts(reference.to_numpy(x))
+    for version in (*VERSIONS, "wrapper"):
+        with named(version, x.numel()):
+            assert np.array_equal(run(version, x)[1][:-1], expected)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", LARGE)
-def test_large_arrays_are_counted_exactly(kind: str, dtype: torch.dtype, version: str) -> None:
+def test_large_arrays_are_counted_exactly(kind: str, dtype: torch.dtype) -> None:
     torch.manual_seed(2)
     for n in (16_384, 20_003):
-        x = LARGE[kind](n).to(dtype)
-        assert np.array_equal(run(version, x)[1][:-1], reference.bucket_counts(reference.to_numpy(x)))
+        check_counts(LARGE[kind](n).to(dtype))
 
 
-@pytest.mark.parametrize("version", [*VERSIONS, "wrapper"])
 @pytest.mark.parametrize("kind", ["normal", "zeros", "equal", "small among large", "wide", "signed zeros"])
-def test_counts_may_be_more_than_16_bits_hold(kind: str, version: str) -> None:
+def test_counts_may_be_more_than_16_bits_hold(kind: str) -> None:
     torch.manual_seed(3)
-    x = LARGE[kind](300_003).float()
-    assert np.array_equal(run(version, x)[1][:-1], reference.bucket_counts(reference.to_numpy(x)))
+    check_counts(LARGE[kind](300_003).float())
 
 
 def test_arrays_of_one_call_are_counted_apart() -> None:
@@ -214,21 +241,22 @@ def test_arrays_of_one_call_are_counted_apart() -> None:
         assert np.array_equal(counted[:-1], reference.bucket_counts(reference.to_numpy(x)))
 
 
-@pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", NASTY)
-def test_differences_need_no_temporary(kind: str, dtype: torch.dtype, version: str) -> None:
+def test_differences_need_no_temporary(kind: str, dtype: torch.dtype) -> None:
     torch.manual_seed(1)
     for n in SIZES:
         x, before = NASTY[kind](n).to(dtype), NASTY["normal"](n).to(dtype)
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        check(x.to(wide) - before.to(wide), *run(version, x, before))
-        check(x.to(wide) - x.to(wide), *run(version, x, x))
+        expected, of_equals = Expected(x.to(wide) - before.to(wide)), Expected(x.to(wide) - x.to(wide))
+        for version in VERSIONS:
+            with named(version, n):
+                expected.check(*run(version, x, before))
+                of_equals.check(*run(version, x, x))
 
 
-@pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_half_there_is(dtype: torch.dtype, version: str) -> None:
+def test_every_half_there_is(dtype: torch.dtype) -> None:
     """All 65536 halves; for float and double, all of their keys with random lower bits."""
     bits = torch.arange(1 << 16)
     if dtype in (torch.bfloat16, torch.float16):
@@ -237,7 +265,10 @@ def test_every_half_there_is(dtype: torch.dtype, version: str) -> None:
         x = ((bits << 16) | torch.randint(0, 1 << 16, bits.shape)).to(torch.uint32).view(dtype)
     else:
         x = ((bits - (1 << 15) << 48) | torch.randint(0, 1 << 48, bits.shape)).view(dtype)
-    check(x, *run(version, x))
+    expected = Expected(x)
+    for version in VERSIONS:
+        with named(version, x.numel()):
+            expected.check(*run(version, x))
 
 
 @pytest.mark.parametrize("version", VERSIONS)
