@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import io
 import itertools
@@ -297,6 +298,7 @@ def test_reduce_overhead_trains_as_unwatched_and_sees_everything() -> None:
     )
 
 
+@functools.cache
 def train_with_compiled_autograd(is_watched: bool) -> tuple[Any, Any]:
     reset()
     torch.manual_seed(0)

@@ -171,10 +171,9 @@ ALONE = slow("what a mode reads is read with everything else too")
 @pytest.mark.parametrize(
     ("mode", "streams"),
     [
-        ("eager", 1),
         ("everything", 2),
         *(pytest.param(mode, 2, marks=ALONE) for mode in ("eager", "amp", "accumulation", "evaluation")),
-        *(pytest.param(mode, 1, marks=ONE_STREAM) for mode in MODES[1:]),
+        *(pytest.param(mode, 1, marks=ONE_STREAM) for mode in MODES),
     ],
 )
 def test_a_watched_training_has_no_unordered_access(

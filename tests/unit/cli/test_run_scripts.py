@@ -73,6 +73,12 @@ def run_in(directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(ran.args, ran.returncode, ran.stdout.decode(), ran.stderr.decode())
 
 
+def run_bare(scripts: ScriptHost, directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Without us it does not matter that torch is imported already; `tbhooks run` acts when it is imported."""
+    directory.mkdir()
+    return scripts.run(*words, cwd=directory, env=environment(), timeout=LIMIT_S)
+
+
 def not_ours(stderr: str) -> str:
     """What is left to be read: our lines are whole, and a progress bar is as it was last, without how fast it was."""
     lines = [line.split("\r")[-1] for line in without_torch_log(stderr).split("\n")]
@@ -90,12 +96,14 @@ def tags_of(directory: Path) -> dict[str, list[str]]:
     "name",
     cases(list(CASES), always=ALWAYS, reason="test_run_launcher.py and test_run_model_finder.py have it"),
 )
-def test_a_script_does_what_it_did_and_leaves_a_run_full_of_tags(tmp_path: Path, name: str) -> None:
+def test_a_script_does_what_it_did_and_leaves_a_run_full_of_tags(
+    scripts: ScriptHost, tmp_path: Path, name: str
+) -> None:
     case = CASES[name]
     words = [str(SCRIPTS / word) if word.endswith(".py") else word for word in case.words]
     with ThreadPoolExecutor(2) as both:
         futures = [
-            both.submit(run_in, tmp_path / "bare", *words),
+            both.submit(run_bare, scripts, tmp_path / "bare", *words),
             both.submit(run_in, tmp_path / "watched", "-m", "tbhooks", "run", "--every", str(EVERY), *words),
         ]
         bare, watched = (future.result() for future in futures)
@@ -133,9 +141,8 @@ def check_run(directory: Path, case: Case) -> None:
 
 
 def by_torchrun(scripts: ScriptHost, directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    directory.mkdir()
-    words = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *words)
-    return scripts.run(*words, cwd=directory, env=environment(), timeout=LIMIT_S)
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    return run_bare(scripts, directory, *torchrun, *words)
 
 
 SPREAD = str(SCRIPTS / "distributed_loop.py")

@@ -35,6 +35,7 @@ from tests.support.digits_training import (
 )
 from tests.support.frames import event_files, scalar_series, tags
 from tests.support.lightning_training import fit, make_module, make_trainer
+from tests.support.script_host import ScriptHost
 from tests.support.slow import slow
 
 PACKAGES = {package.__name__: package for package in (lightning.pytorch, pytorch_lightning)}
@@ -190,26 +191,26 @@ def test_loggers_of_wandb_and_tensorboard_both_get_it(tmp_path: Path, monkeypatc
     assert losses == set(range(STEPS))
 
 
-def run_alone(program: str) -> str:
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False)
+def run_alone(scripts: ScriptHost, program: str) -> str:
+    done = scripts.run("-c", program, timeout=100)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def test_the_class_is_of_the_package_that_is_imported() -> None:
+def test_the_class_is_of_the_package_that_is_imported(scripts: ScriptHost) -> None:
     program = (
         "import sys, pytorch_lightning\nfrom tbhooks.integrations.lightning import WatchCallback\n"
         "print(issubclass(WatchCallback, pytorch_lightning.Callback), 'lightning.pytorch' in sys.modules)"
     )
-    assert run_alone(program) == "True False\n"
+    assert run_alone(scripts, program) == "True False\n"
 
 
-def test_without_either_package_it_says_what_to_install() -> None:
+def test_without_either_package_it_says_what_to_install(scripts: ScriptHost) -> None:
     program = (
         "import sys\nsys.modules.update({'lightning': None, 'pytorch_lightning': None})\n"
         "try:\n    import tbhooks.integrations.lightning\nexcept ImportError as problem:\n    print(problem)"
     )
-    assert "pip install 'tbhooks[lightning]'" in run_alone(program)
+    assert "pip install 'tbhooks[lightning]'" in run_alone(scripts, program)
 
 
 @slow("compiles", covered_by="test_a_model_that_is_compiled_in_mid_run_and_first_called_in_an_unlogged_step_is_seen")
