@@ -13,7 +13,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +82,7 @@ class Plugin(base_plugin.TBPlugin):  # type: ignore[misc]  # TensorBoard has no 
             "/overview": self._overview,
         }
         files = {_route(path): _file_app(path) for path in sorted(STATIC.rglob("*")) if path.is_file()}
-        made = {ENTRY: _made_app(_script(), ".js"), STYLE: _made_app(_style(), ".css")}
+        made = {ENTRY: _made_app(_script, ".js"), STYLE: _made_app(_style, ".css")}
         return files | made | {"/rules.md": _docs_app} | {route: _data_app(answer) for route, answer in routes.items()}
 
     def is_active(self) -> bool:
@@ -275,20 +275,29 @@ def _file_app(path: Path) -> Application:
     return wrappers.Request.application(respond)
 
 
-@cache
-def _script() -> bytes:
-    """The script of the tab, compressed; made once, when TensorBoard starts."""
-    return gzip.compress(bundle.script(STATIC, "index.js").encode(), mtime=0)
+def _script(root: Path) -> str:
+    return bundle.script(root, "index.js")
 
 
-@cache
-def _style() -> bytes:
-    return gzip.compress(bundle.styles(STATIC, STYLES).encode(), mtime=0)
+def _style(root: Path) -> str:
+    return bundle.styles(root, STYLES)
 
 
-def _made_app(compressed: bytes, suffix: str) -> Application:
+@lru_cache(maxsize=4)
+def _compressed(make: Callable[[Path], str], root: Path, _edited: tuple[int, ...]) -> bytes:
+    return gzip.compress(make(root).encode(), mtime=0)
+
+
+def _made_app(make: Callable[[Path], str], suffix: str) -> Application:
+    """Serves what is made of several files: when TensorBoard starts, and again when one of them was edited."""
+    root, files = STATIC, [path for path in STATIC.rglob(f"*{suffix}") if path.is_file()]
+
+    def current() -> bytes:
+        return _compressed(make, root, tuple(path.stat().st_mtime_ns for path in files))
+
     def respond(request: wrappers.Request) -> Any:
         _send_at_once(request)
-        return http_util.Respond(request, compressed, CONTENT_TYPES[suffix], content_encoding="gzip")
+        return http_util.Respond(request, current(), CONTENT_TYPES[suffix], content_encoding="gzip")
 
+    current()
     return wrappers.Request.application(respond)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 from werkzeug.test import Client
 
-from tbhooks.plugin import bundle
+from tbhooks.plugin import bundle, server
 from tbhooks.plugin.server import ENTRY, STATIC, STYLE, STYLES, Plugin
 
 
@@ -81,3 +83,14 @@ def test_the_tab_is_one_script_and_one_style_sheet() -> None:
     smaller = Client(routes[ENTRY]).get(ENTRY, headers={"Accept-Encoding": "gzip"})
     assert smaller.headers["Content-Encoding"] == "gzip"
     assert len(smaller.data) < len(script.data) / 2
+
+
+def test_an_edited_file_is_served_without_a_new_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = Path(shutil.copytree(STATIC, tmp_path / "static"))
+    monkeypatch.setattr(server, "STATIC", copy)
+    routes = Plugin(type("Context", (), {"data_provider": None})).get_plugin_apps()
+    for route, name in ((ENTRY, "map/view.js"), (STYLE, "core/style.css")):
+        file = copy / name
+        file.write_text("/* edited */" + file.read_text())
+        os.utime(file, ns=(0, 0))
+        assert "/* edited */" in Client(routes[route]).get(route).get_data(as_text=True)
