@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import tbhooks
 from tests.support import float64_recorder, zoo
 from tests.support.slow import cases
 
-both_kernels = pytest.mark.usefixtures("both_kernels")
+with_both_kernels = pytest.mark.usefixtures("both_kernels")
 EVERY_MODEL = cases(list(zoo.ZOO), always=zoo.ALWAYS, reason="the same kinds of modules in larger models")
 
 
@@ -28,23 +29,34 @@ def watched(case: zoo.Case, steps: int = 3, **options: Any) -> tuple[zoo.Trace, 
     return trace, made[0]
 
 
-@both_kernels
+# Runs that several tests look at: by model, and of those that are watched by model and kernel.
+@functools.cache
+def bare(name: str) -> zoo.Trace:
+    return zoo.train(zoo.ZOO[name], 3)
+
+
+@functools.cache
+def observed(name: str) -> list[float64_recorder.Step]:
+    return float64_recorder.observe(zoo.ZOO[name])
+
+
+@functools.cache
+def watched_by(name: str, _kernel: str) -> tuple[zoo.Trace, tbhooks.Watch]:
+    return watched(zoo.ZOO[name])
+
+
 @pytest.mark.parametrize("name", EVERY_MODEL)
-def test_every_stat_of_every_kind_equals_float64(name: str) -> None:
-    case = zoo.ZOO[name]
-    expected = float64_recorder.observe(case)
-    _, watching = watched(case)
+def test_every_stat_of_every_kind_equals_float64(name: str, both_kernels: str) -> None:
+    _, watching = watched_by(name, both_kernels)
     assert [frame.step for frame in watching.history] == [0, 1, 2]
-    for frame, step in zip(watching.history, expected, strict=True):
+    for frame, step in zip(watching.history, observed(name), strict=True):
         float64_recorder.assert_frame_equals(frame, step)
 
 
-@both_kernels
 @pytest.mark.parametrize("name", EVERY_MODEL)
-def test_training_is_bit_identical(name: str) -> None:
-    case = zoo.ZOO[name]
-    trace, watching = watched(case)
-    assert trace == zoo.train(case, 3)
+def test_training_is_bit_identical(name: str, both_kernels: str) -> None:
+    trace, watching = watched_by(name, both_kernels)
+    assert trace == bare(name)
     assert watching.stats.errors == 0
     assert watching.stats.dropped == 0
 
@@ -84,7 +96,7 @@ def test_unlogged_steps_have_no_hook_and_closing_leaves_none(name: str) -> None:
     assert zoo.hook_count(model_of[0]) == bare[0]
 
 
-@both_kernels
+@with_both_kernels
 @pytest.mark.parametrize("kind", tbhooks.data.frame.KINDS)
 def test_one_kind_alone_gives_the_same_numbers(kind: str) -> None:
     _, everything = watched(zoo.ZOO["multihead"])
@@ -96,7 +108,7 @@ def test_one_kind_alone_gives_the_same_numbers(kind: str) -> None:
             assert alone.latest[site.name, kind].ratio == everything.latest[site.name, kind].ratio
 
 
-@both_kernels
+@with_both_kernels
 def test_histograms_off_changes_nothing_else() -> None:
     _, with_buckets = watched(zoo.ZOO["cnn"])
     _, without = watched(zoo.ZOO["cnn"], histograms=False)

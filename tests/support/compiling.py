@@ -19,7 +19,7 @@ from torch._dynamo.utils import counters
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 import tbhooks
-from tests.support import float64_recorder, zoo
+from tests.support import float64_recorder, reference, zoo
 
 Operations = list[tuple[str, str]]
 Scenario = Callable[["Trial"], None]
@@ -178,6 +178,6 @@ def assert_same(frame: tbhooks.Frame, expected: tbhooks.Frame) -> None:
     for site in expected.sites:
         reading, should = frame[site.name, site.kind], expected[site.name, site.kind]
         for stat in float64_recorder.STATS:
-            same = np.isclose(getattr(reading, stat), getattr(should, stat), rtol=1e-5, atol=1e-8, equal_nan=True)
+            same = reference.is_close(getattr(reading, stat), getattr(should, stat), 1e-5, 1e-8)
             assert same, f"{site}: {stat} is {getattr(reading, stat)}, should be {getattr(should, stat)}"
         assert np.array_equal(reading.counts, should.counts) or site.kind == "update"

@@ -107,9 +107,8 @@ def assert_frame_equals(frame: Frame, step: Step) -> None:
         reading = frame[name, kind]
         expected = reference.stats(array)
         for stat in STATS:
-            ok = np.isclose(
-                getattr(reading, stat), expected[stat], rtol=1e-5, atol=_tolerance(stat, kind, expected), equal_nan=True
-            )
+            tolerance = _tolerance(stat, kind, expected)
+            ok = reference.is_close(getattr(reading, stat), expected[stat], 1e-5, tolerance)
             assert ok, f"{kind} of {name}: {stat} is {getattr(reading, stat)}, should be {expected[stat]}"
         assert_same_shape(lambda name, reading=reading: getattr(reading, name), expected, rel=1e-4)  # type: ignore[misc]
         assert reading.counts.sum() == np.isfinite(array).sum()
@@ -117,7 +116,7 @@ def assert_frame_equals(frame: Frame, step: Step) -> None:
         if kind == "update":
             weight = reference.stats(step[name, "weight"])["norm"]
             ratio = expected["norm"] / weight if weight > 0 else np.nan
-            assert np.isclose(reading.ratio, ratio, rtol=1e-5, equal_nan=True)
+            assert reference.is_close(reading.ratio, ratio, 1e-5, 1e-8)
 
 
 def _tolerance(stat: str, kind: str, expected: dict[str, float]) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import os
 import signal
@@ -431,6 +432,13 @@ def test_to_numpy_of_other_tensors() -> None:
     assert reference.to_numpy(dense.to_sparse()).tolist() == dense.tolist()
     assert reference.to_numpy(torch.tensor([True, False])).tolist() == [1.0, 0.0]
     assert reference.to_numpy(put(dense)).tolist() == dense.tolist()
+
+
+def test_close_is_what_it_is_to_numpy() -> None:
+    numbers = (0.0, -0.0, 1.0, 1.0 + 1e-6, 1.0 + 1e-4, -1.0, 1e-9, 1e300, math.inf, -math.inf, math.nan)
+    for value, expected, rel, tolerance in itertools.product(numbers, numbers, (0.0, 1e-5), (0.0, 1e-8, 2.0)):
+        should = np.isclose(value, expected, rtol=rel, atol=tolerance, equal_nan=True)
+        assert reference.is_close(value, expected, rel, tolerance) == should, (value, expected, rel, tolerance)
 
 
 # --- The simulated device: what is recorded -------------------------------------------------------
