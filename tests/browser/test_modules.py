@@ -176,6 +176,33 @@ def test_a_ratio_to_nothing_is_more_than_any_number_but_not_an_illness(page: Any
 # --- colour.js ---
 
 
+@pytest.mark.parametrize("limit", [10_000, 500])
+def test_a_sample_has_finite_values_only_and_always_the_extreme_ones(page: Any, limit: int) -> None:
+    data = np.random.default_rng(0).normal(size=(30, 100)).astype(np.float32)
+    data[3, 7], data[20, 50], data[11, 11] = 1e9, -1e9, 1e-20
+    bad = np.zeros(data.shape, dtype=bool)
+    bad[5, :50] = True
+    data[5, 3] = 1e20  # not seen, because it is bad
+    rows = data.tolist()
+    for k, value in enumerate((math.nan, math.inf, -math.inf)):
+        data[8 + k, 10:40] = value
+        rows[8 + k][10:40] = [str(value)] * 30
+    numbers = "Float32Array.from(row, (v) => Number(String(v).replace('inf', 'Infinity')))"
+    given = f"rows.map((row, i) => ({{ values: {numbers}, bad: i === 5 ? Uint8Array.from(bad) : null }}))"
+    found = run(
+        page, "map/colour.js", f"[...m.sample({given}, 100, limit)]", rows=rows, bad=bad[5].tolist(), limit=limit
+    )
+    usable = np.sort(data[np.isfinite(data) & ~bad].astype(np.float64))
+    assert found == sorted(found)
+    assert (found[0], found[-1], min(value for value in found if value > 0)) == (-1e9, 1e9, np.float32(1e-20))
+    if limit > data.size:
+        np.testing.assert_array_equal(found, usable)
+    else:
+        assert set(found) <= set(usable.tolist())
+        assert 0.9 * limit < len(found) <= limit + 3
+        assert np.median(found) == pytest.approx(np.median(usable), abs=0.15)
+
+
 def test_quantiles_are_those_of_numpy(page: Any) -> None:
     data = np.sort(np.random.default_rng(1).normal(size=101))
     answer = run(page, "map/colour.js", "[0, 0.01, 0.5, 0.99, 1].map((q) => m.quantile(data, q))", data=data.tolist())

@@ -74,25 +74,45 @@ export const css = (pixel) => `rgb(${pixel & 255} ${(pixel >> 8) & 255} ${(pixel
  */
 export function sample(rows, length, limit = 200_000) {
   const stride = Math.max(1, Math.ceil((rows.length * length) / limit));
-  const found = [];
-  let [low, high, positive] = [Infinity, -Infinity, Infinity];
+  const found = new Float64Array(Math.ceil((rows.length * length) / stride) + 3);
+  const ends = Float64Array.of(Infinity, -Infinity, Infinity);
+  let count = 0;
   let next = 0;
-  for (const { values, bad } of rows) {
-    for (let at = 0; at < length; at++) {
-      const value = values[at];
-      if (value !== value || value === Infinity || value === -Infinity || (bad !== null && bad[at] !== 0)) continue;
-      if (value < low) low = value;
-      if (value > high) high = value;
-      if (value > 0 && value < positive) positive = value;
-      if (at >= next) {
-        found.push(value);
-        next += stride;
-      }
-    }
-    next = Math.max(0, next - length);
+  for (const row of rows) {
+    if (stride > 1) widen(ends, row, length);
+    const taken = take(found, count, row, next, length, stride);
+    next = Math.max(0, next + (taken - count) * stride - length);
+    count = taken;
   }
-  if (stride > 1) found.push(...[low, high, positive].filter(Number.isFinite));
-  return Float64Array.from(found).sort();
+  if (stride > 1) for (const end of ends) if (Number.isFinite(end)) found[count++] = end;
+  return found.slice(0, count).sort();
+}
+
+/** Puts every so many finite value of a row behind those that were found; the result is how many there are now. */
+function take(found, count, { values, bad }, next, length, stride) {
+  for (let at = next; at < length; at = Math.max(at + 1, next)) {
+    const value = values[at];
+    if (value - value !== 0 || (bad !== null && bad[at] !== 0)) continue; // not finite
+    found[count++] = value;
+    next += stride;
+  }
+  return count;
+}
+
+/** Widens the lowest, the highest and the lowest positive value by the finite ones of a row. */
+function widen(ends, { values, bad }, length) {
+  let low = ends[0];
+  let high = ends[1];
+  let positive = ends[2];
+  for (let at = 0; at < length; at++) {
+    const value = values[at]; // no comparison with NaN is true
+    if (value < low && value !== -Infinity && (bad === null || bad[at] === 0)) low = value;
+    if (value > high && value !== Infinity && (bad === null || bad[at] === 0)) high = value;
+    if (value < positive && value > 0 && (bad === null || bad[at] === 0)) positive = value;
+  }
+  ends[0] = low;
+  ends[1] = high;
+  ends[2] = positive;
 }
 
 export function quantile(sorted, q) {
@@ -172,9 +192,9 @@ const SLACK = 1e-6; // of the range: rounding puts the ends themselves no furthe
 
 /** The lowest and highest value if the colours do not reach it, else null. */
 function beyondOf(shape, sorted) {
-  const usable = shape.along === Math.log10 ? sorted.filter((value) => value > 0 && value < FROM_ZERO) : sorted;
-  if (usable.length === 0) return { low: null, high: null };
-  const [low, high] = [usable[0], usable[usable.length - 1]];
+  const isUsable = shape.along === Math.log10 ? (value) => value > 0 && value < FROM_ZERO : () => true;
+  const [low, high] = [sorted.find(isUsable), sorted.findLast(isUsable)];
+  if (low === undefined) return { low: null, high: null };
   return { low: share(low, shape) < -SLACK ? low : null, high: share(high, shape) > 1 + SLACK ? high : null };
 }
 
