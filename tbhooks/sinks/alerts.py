@@ -13,7 +13,7 @@ MOST_MESSAGES = 5
 
 
 class Alert(NamedTuple):
-    """What a tracker is told."""
+    """A message for a tracker."""
 
     title: str
     text: str

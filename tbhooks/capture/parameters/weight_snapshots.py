@@ -33,7 +33,7 @@ class _Layout:
     keys: list[int]
     shapes: list[torch.Size]
     sizes: NDArray[np.int64]
-    """The size and the type of each, as the kernel is told them."""
+    """The size and the type of each, as the kernel gets them."""
     starts: NDArray[np.int64]
     reserved: dict[int, tuple[int, int]]
     slots: dict[int, _Slot]
