@@ -7,6 +7,7 @@ tensors merge exactly. NumPy only: this runs on the CPU after the copy.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -108,6 +109,9 @@ def _is_one_each(owner: NDArray[np.intp], n: int) -> bool:
 def _merge_alone(values: Floats) -> Floats:
     """What `merge` makes of rows that are not merged with others, to the bit: additions to zero, which has no sign."""
     merged = values + 0.0
+    if _is_plain(values):
+        merged[:, MIN], merged[:, MAX] = values[:, MIN], values[:, MAX]
+        return merged
     count = finite(values)
     with np.errstate(invalid="ignore", over="ignore"):
         mean = count / np.maximum(count, 1.0) * values[:, MEAN] + 0.0
@@ -118,6 +122,13 @@ def _merge_alone(values: Floats) -> Floats:
     np.minimum(values[:, MIN], np.inf, out=merged[:, MIN])
     np.maximum(values[:, MAX], -np.inf, out=merged[:, MAX])
     return merged
+
+
+def _is_plain(values: Floats) -> bool:
+    """Whether all rows have finite elements (others have infinite extremes), and a few times their moments is finite:
+    as nearly always.
+    """
+    return bool((np.abs(values) < 1e300).all())
 
 
 def extrapolated(row: Floats, count: int) -> Floats:
@@ -155,62 +166,101 @@ def merge_counts(counts: Counts, owner: NDArray[np.intp], n: int) -> Counts:
     return merged
 
 
-def _where_finite(values: Floats, numbers: Floats) -> Floats:
-    return np.where(finite(values) > 0, numbers, np.nan)
+class Rows:
+    """The statistics of rows. What several of them need is computed once: nearly every operation of NumPy releases the
+    GIL, and interrupts a training that runs beside it.
+    """
 
+    def __init__(self, values: Floats) -> None:
+        self.values = values
 
-def _mean_square(values: Floats) -> Floats:
-    with np.errstate(over="ignore"):
-        return values[..., M2] / np.maximum(finite(values), 1.0) + np.square(values[..., MEAN])
+    def stat(self, name: str) -> Floats:
+        """One of `STATS`."""
+        return _FORMULAS[name](self)
 
+    @cached_property
+    def finite(self) -> Floats:
+        return finite(self.values)
 
-def _fraction(values: Floats, column: int) -> Floats:
-    return np.where(values[..., COUNT] > 0, values[..., column] / np.maximum(values[..., COUNT], 1.0), np.nan)
+    @cached_property
+    def has_finite(self) -> NDArray[np.bool_]:
+        return np.asarray(self.finite > 0)
 
+    @cached_property
+    def divisor(self) -> Floats:
+        return np.maximum(self.finite, 1.0)
 
-def _ratio(values: Floats) -> Floats:
-    """NaN without a reference, and where it is zero: a weight that is initialised to zero has no ratio yet."""
-    base = values[..., BASE]
-    return np.where(base > 0, STATS["norm"](values) / np.sqrt(np.where(base > 0, base, 1.0)), np.nan)
+    @cached_property
+    def rms(self) -> Floats:
+        with np.errstate(over="ignore"):
+            return np.sqrt(self.values[..., M2] / self.divisor + np.square(self.values[..., MEAN]))
+
+    @cached_property
+    def has_moments(self) -> NDArray[np.bool_]:
+        """Not where all elements are equal, and not where a fourth power overflows or underflows float64."""
+        values = self.values
+        with np.errstate(all="ignore"):
+            known = (values[..., MAX] > values[..., MIN]) & (values[..., M2] > 0)
+            known &= (values[..., M4] > _SMALLEST_M4) & (values[..., M4] < np.inf)
+        return known
+
+    def where_finite(self, numbers: Floats) -> Floats:
+        return np.where(self.has_finite, numbers, np.nan)
 
 
 # Below this, fourth powers of float64 numbers have lost digits: their standard deviation is some 1e-73.
 _SMALLEST_M4 = 1e-290
 
 
-def _standardized(values: Floats, moment: Callable[[Floats, Floats], Floats]) -> Floats:
-    """A ratio of moments: NaN for equal elements, and where a fourth power overflows or underflows float64."""
+def _norm(rows: Rows) -> Floats:
+    return rows.where_finite(rows.rms * np.sqrt(np.maximum(rows.finite, 0.0)))
+
+
+def _fraction(values: Floats, column: int) -> Floats:
+    return np.where(values[..., COUNT] > 0, values[..., column] / np.maximum(values[..., COUNT], 1.0), np.nan)
+
+
+def _ratio(rows: Rows) -> Floats:
+    """NaN without a reference, and where it is zero: a weight that is initialised to zero has no ratio yet."""
+    base = rows.values[..., BASE]
+    return np.where(base > 0, _norm(rows) / np.sqrt(np.where(base > 0, base, 1.0)), np.nan)
+
+
+def _skewness(rows: Rows) -> Floats:
+    m2, m3 = rows.values[..., M2], rows.values[..., M3]
     with np.errstate(all="ignore"):
-        known = (values[..., MAX] > values[..., MIN]) & (values[..., M2] > 0)
-        known &= (values[..., M4] > _SMALLEST_M4) & (values[..., M4] < np.inf)
-        ratio = np.where(known, moment(finite(values), values[..., M2]), np.nan)
-    return np.asarray(ratio, dtype=np.float64)
+        return np.where(rows.has_moments, m3 / m2 / np.sqrt(m2) * np.sqrt(rows.finite), np.nan)
 
 
-def _skewness(values: Floats) -> Floats:
-    return _standardized(values, lambda n, m2: values[..., M3] / m2 / np.sqrt(m2) * np.sqrt(n))
+def _kurtosis(rows: Rows) -> Floats:
+    m2, m4 = rows.values[..., M2], rows.values[..., M4]
+    with np.errstate(all="ignore"):
+        return np.where(rows.has_moments, m4 / m2 / m2 * rows.finite, np.nan)
 
 
-def _kurtosis(values: Floats) -> Floats:
-    return _standardized(values, lambda n, m2: values[..., M4] / m2 / m2 * n)
-
-
-STATS: Mapping[str, Callable[[Floats], Floats]] = {
-    "count": lambda v: v[..., COUNT],
-    "mean": lambda v: _where_finite(v, v[..., MEAN]),
-    "std": lambda v: _where_finite(v, np.sqrt(v[..., M2] / np.maximum(finite(v), 1.0))),
-    "norm": lambda v: _where_finite(v, np.sqrt(_mean_square(v)) * np.sqrt(np.maximum(finite(v), 0.0))),
-    "rms": lambda v: _where_finite(v, np.sqrt(_mean_square(v))),
-    "min": lambda v: _where_finite(v, v[..., MIN]),
-    "max": lambda v: _where_finite(v, v[..., MAX]),
-    "abs_max": lambda v: _where_finite(v, np.maximum(np.abs(v[..., MIN]), np.abs(v[..., MAX]))),
-    "zero_fraction": lambda v: _fraction(v, ZEROS),
-    "nan_count": lambda v: v[..., NANS],
-    "inf_count": lambda v: v[..., INFS],
+_FORMULAS: Mapping[str, Callable[[Rows], Floats]] = {
+    "count": lambda rows: rows.values[..., COUNT],
+    "mean": lambda rows: rows.where_finite(rows.values[..., MEAN]),
+    "std": lambda rows: rows.where_finite(np.sqrt(rows.values[..., M2] / rows.divisor)),
+    "norm": _norm,
+    "rms": lambda rows: rows.where_finite(rows.rms),
+    "min": lambda rows: rows.where_finite(rows.values[..., MIN]),
+    "max": lambda rows: rows.where_finite(rows.values[..., MAX]),
+    "abs_max": lambda rows: rows.where_finite(np.maximum(np.abs(rows.values[..., MIN]), np.abs(rows.values[..., MAX]))),
+    "zero_fraction": lambda rows: _fraction(rows.values, ZEROS),
+    "nan_count": lambda rows: rows.values[..., NANS],
+    "inf_count": lambda rows: rows.values[..., INFS],
     "ratio": _ratio,
     "skewness": _skewness,
     "kurtosis": _kurtosis,
 }
+
+
+def _of_values(formula: Callable[[Rows], Floats]) -> Callable[[Floats], Floats]:
+    return lambda values: formula(Rows(values))
+
+
+STATS: Mapping[str, Callable[[Floats], Floats]] = {name: _of_values(formula) for name, formula in _FORMULAS.items()}
 """Statistics that need the row only. `ratio` has a value for updates, whose rows have a base.
 
 `skewness` and `kurtosis` are the population's: the mean cube of the deviations from the mean over std**3, and their

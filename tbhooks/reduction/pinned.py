@@ -16,6 +16,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from tbhooks.reduction import cpu
+
 # Copies of two logged steps, and for each the tables of two types of parameters.
 BLOCKS = 6
 # If a step needed larger blocks, those are for copies only. What is larger than the largest is always copied in pieces.
@@ -91,7 +93,7 @@ def download(tensor: Tensor) -> HostCopy:
     """Starts the copy of a tensor to the host. Only where there is no pinned memory it waits for the device."""
     shape = tuple(tensor.shape)
     if not is_used_by(tensor.device):
-        copied = torch.empty(shape, dtype=tensor.dtype, device="cpu").copy_(tensor)
+        copied = cpu.copied(tensor) if tensor.is_cpu else torch.empty_like(tensor, device="cpu").copy_(tensor)
         return HostCopy([copied.reshape(-1).view(torch.uint8)], tensor.dtype, shape)
     content = tensor.reshape(-1).view(torch.uint8)
     pieces, start = empty(len(content)), 0

@@ -131,16 +131,22 @@ def saturated(view: RunView, *, slope: float = 0.1, frames: int = 3) -> Iterator
 
 def _tanh_slope(series: Series) -> Floats:
     low, high = series.stat("min"), series.stat("max")
-    reaches = (low >= -1) & (high <= 1) & (low < -0.5) & (np.fmax(high, -low) > 0.99)
+    reaches = (low >= -1) & (high <= 1)
+    if not reaches.any():  # as in most models
+        return np.full(low.shape, np.nan)
+    reaches &= (low < -0.5) & (np.fmax(high, -low) > 0.99)
     return np.where(reaches & (series.stat("std") > 0), 1 - np.square(series.stat("rms")), np.nan)
 
 
 def _sigmoid_slope(series: Series) -> Floats:
     low, high, mean = series.stat("min"), series.stat("max"), series.stat("mean")
+    reaches = (low >= 0) & (high <= 1) & (high > 0.99)
+    if not reaches.any():  # as in most models
+        return np.full(low.shape, np.nan)
     with np.errstate(divide="ignore", invalid="ignore"):
         parts = 1 / mean
         is_softmax = np.abs(parts - np.round(parts)) < 1e-3
-    reaches = (low >= 0) & (low < 0.01) & (high <= 1) & (high > 0.99) & (mean > 0.02) & (mean < 0.98) & ~is_softmax
+    reaches &= (low < 0.01) & (mean > 0.02) & (mean < 0.98) & ~is_softmax
     return np.where(reaches, 4 * (mean - np.square(series.stat("rms"))), np.nan)
 
 

@@ -289,13 +289,17 @@ def _finite_ratios(series: Series, chosen: Indices) -> Floats:
     return np.where(np.isfinite(ratio), ratio, np.nan)
 
 
+def _typical_ratio(series: Series, chosen: bytes) -> float:
+    return float(median(_finite_ratios(series, np.frombuffer(chosen, np.intp))[0]))
+
+
 def _was_always_slow(view: RunView, chosen: Indices, small: float) -> bool:
     first, now = learning_rate(view.frames[0]), learning_rate(view.frame)
     if now > first or now == 0:
         return False
     is_known = False
     for frame in reversed(view.frames[-LOOK_BACK:]):
-        typical = float(median(_finite_ratios(view.of_frame("update", frame), chosen)[0]))
+        typical = view.of_frame("update", frame).derived(_typical_ratio, chosen.tobytes())
         if typical >= small:
             return False
         is_known |= typical < small

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from tbhooks.data.frame import GRADIENT_NORM, RAW_GRADIENT_NORM, ROOT, SKIPPED, Frame, Sites
 from tbhooks.data.history import History
-from tbhooks.data.stats import COUNT, STATS, WIDTH, Counts, Floats
+from tbhooks.data.stats import COUNT, WIDTH, Counts, Floats, Rows
 
 EARLY = 5
 """How many early frames make a reference value."""
@@ -38,15 +38,30 @@ class Series:
     Everything that is computed of it is kept: several rules ask for the same statistics.
     """
 
-    def __init__(self, sites: Sites, rows: Sequence[Floats]) -> None:
+    def __init__(self, sites: Sites, rows: Sequence[Floats], frames: Sequence[Series] = ()) -> None:
+        """`frames` are those of single frames, if there are several: their statistics are not computed again."""
         self.sites = sites
-        # Statistics read columns: those of all sites lie side by side.
-        columns = rows[0][:, None] if len(rows) == 1 else np.stack(rows, axis=1)
-        self.values: Floats = columns.transpose(1, 2, 0)
+        self._rows, self._frames = rows, frames
         self._kept: dict[Hashable, Any] = {}
 
+    @cached_property
+    def values(self) -> Floats:
+        # Statistics read columns: those of all sites lie side by side.
+        columns = self._rows[0][:, None] if len(self._rows) == 1 else np.stack(self._rows, axis=1)
+        return columns.transpose(1, 2, 0)
+
+    @cached_property
+    def _statistics(self) -> Rows:
+        return Rows(self.values)
+
+    def _compute(self, name: str) -> Floats:
+        if self._frames:
+            return np.concatenate([frame.stat(name) for frame in self._frames])
+        with np.errstate(invalid="ignore", over="ignore"):
+            return self._statistics.stat(name)
+
     def stat(self, name: str) -> Floats:
-        return self.derived(_stat, name)
+        return self.derived(Series._compute, name)
 
     @cached_property
     def is_masked(self) -> Flags:
@@ -84,11 +99,6 @@ class Series:
     def present(self) -> Flags:
         """Whether a frame has the site, `[frame, site]`."""
         return self.values[..., COUNT] >= 0
-
-
-def _stat(series: Series, name: str) -> Floats:
-    with np.errstate(invalid="ignore", over="ignore"):
-        return STATS[name](series.values)
 
 
 def _median_of_frames(series: Series, stat: str) -> Floats:
@@ -196,8 +206,12 @@ class RunView:
         key = (kind, frames)
         if key not in self._series:
             found = self._before[0].get(key)
-            self._series[key] = found or Series(self.sites(kind), [self._aligned(kind, frame) for frame in frames])
+            self._series[key] = found or self._new_series(kind, frames)
         return self._series[key]
+
+    def _new_series(self, kind: str, frames: tuple[Frame, ...]) -> Series:
+        single = [self.of_frame(kind, frame) for frame in frames] if len(frames) > 1 else ()
+        return Series(self.sites(kind), [self._aligned(kind, frame) for frame in frames], single)
 
     def _aligned(self, kind: str, frame: Frame) -> Floats:
         """The rows of a frame in the order of the newest frame's sites, as `[column, site]`."""

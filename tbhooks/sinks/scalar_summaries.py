@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tbhooks.data.frame import Frame, Site
-from tbhooks.data.roles import Role, Summary, parameter_traits, roles, summary
-from tbhooks.data.stats import INFS, NANS, Floats
+from tbhooks.data.roles import Groups, Role, Summary, parameter_traits, roles
+from tbhooks.data.stats import INFS, NANS, Floats, Rows
 
 PREFIX = "summary."
 MOST_TAGS = 300
@@ -47,6 +47,9 @@ class Summaries:
         if sum(len(group.tags) for group in groups) > MOST_TAGS:  # hundreds of modules that have no role in common
             groups = [group for group in groups if group.name == ALL]
         self._groups = groups
+        self._stats = list(dict.fromkeys(group.stat for group in groups))
+        first = {stat: i * len(sites) for i, stat in enumerate(self._stats)}
+        self._numbers = Groups([first[group.stat] + group.rows for group in groups])
         self.tags = [tag for group in groups for tag in group.tags]
         self._last: tuple[Floats, list[tuple[_Group, Summary]]] | None = None
 
@@ -71,8 +74,10 @@ class Summaries:
 
     def _summaries(self, frame: Frame) -> list[tuple[_Group, Summary]]:
         if self._last is None or self._last[0] is not frame.values:  # asked for twice in a row
-            columns = {name: frame.stat(name) for name in dict.fromkeys(group.stat for group in self._groups)}
-            self._last = frame.values, [(group, summary(columns[group.stat][group.rows])) for group in self._groups]
+            rows = Rows(frame.values)
+            columns = [rows.stat(name) for name in self._stats]
+            found = self._numbers.summaries(np.concatenate(columns)) if columns else []
+            self._last = frame.values, list(zip(self._groups, found, strict=True))
         return self._last[1]
 
 

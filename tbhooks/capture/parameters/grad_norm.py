@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -51,16 +52,17 @@ def total_norm(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _by_kernel(described: NDArray[np.int64]) -> Tensor:
-    rows = torch.empty((len(described), stats.WIDTH), dtype=torch.float64, device="cpu")
+    rows = np.empty((len(described), stats.WIDTH))
     jobs = cpu.jobs_of(described)
-    jobs[:, 5] = rows.data_ptr() + np.arange(len(described)) * (stats.WIDTH * rows.itemsize)
+    jobs[:, 5] = rows.ctypes.data + np.arange(len(rows)) * rows.strides[0]
     cpu.reduce_table(jobs)
-    count, mean, m2, nans, infs = (
-        rows[:, column] for column in (stats.COUNT, stats.MEAN, stats.M2, stats.NANS, stats.INFS)
-    )
-    squares = m2 + (count - nans - infs) * mean.square()
-    squares = squares.masked_fill(infs > 0, torch.inf).masked_fill(nans > 0, torch.nan)
-    return squares.sum().sqrt()
+    nans, infs = rows[:, stats.NANS], rows[:, stats.INFS]
+    if nans.any() or infs.any():
+        norm = math.nan if nans.any() else math.inf
+    else:
+        with np.errstate(over="ignore"):
+            norm = math.sqrt((rows[:, stats.M2] + rows[:, stats.COUNT] * rows[:, stats.MEAN] ** 2).sum())
+    return torch.tensor(norm, dtype=torch.float64, device="cpu")
 
 
 def _by_torch(tensors: Sequence[Tensor]) -> Tensor:

@@ -129,10 +129,11 @@ class ParameterReader:
         changed = [key for key, g in gradients.items() if key not in versions or not versions[key].is_current(g)]
         if not changed:
             return None
-        for key in changed:
-            self._scales.pop(key, None)
-            if scale is not None:
-                self._scales[key] = scale.clone()  # the GradScaler changes its own tensor in place
+        if scale is not None:
+            self._scales |= {key: scale.clone() for key in changed}  # the GradScaler changes its own tensor in place
+        elif self._scales:
+            for key in changed:
+                self._scales.pop(key, None)
         with torch.no_grad():
             norm = total_norm(list(gradients.values()))
             norm = norm if scale is None else norm / scale.to(norm.device)

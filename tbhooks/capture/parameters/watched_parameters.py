@@ -65,8 +65,10 @@ class WatchedParameters:
         return owned if owned or model is None else master_weights.owned_by(optimizer, model.parameters)
 
     def structure_version(self) -> int:
-        """A number that has changed if the model has other parameters."""
+        """A number that has changed if the model has other parameters; once they were found, that of the open step."""
         model = self._model()
+        if self.paths and self._structure_version is not None:
+            return self._structure_version
         return -1 if model is None else structure.of(model).version()
 
     def find(self) -> None:

@@ -16,7 +16,7 @@ from tbhooks.capture.recording.calls import ADDRESS, ROOM, USED
 from tbhooks.capture.recording.host_memory import FEWEST
 from tbhooks.capture.recording.packed_step import Attached, Copy
 from tbhooks.data import stats
-from tbhooks.reduction import histogram, pinned, torch_rows, triton
+from tbhooks.reduction import cpu, histogram, pinned, torch_rows, triton
 from tbhooks.reduction.cpu import NULL, Address
 from tbhooks.reduction.finalize import Block
 from tbhooks.reduction.streams import StreamOrder
@@ -150,7 +150,7 @@ class Buffer:
             self._chunks, self._rows, self._counts = [], {}, {}
             self._grow(needed)
         elif self.with_buckets:
-            self._chunks[0][: self.used].zero_()
+            cpu.clear(self._chunks[0][: self.used])
         self.header[USED], self.overflowed = 0, False
         self.unfinished.forget()
         self.scratch.forget()

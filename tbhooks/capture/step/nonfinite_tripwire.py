@@ -117,11 +117,11 @@ class Tripwire:
         stored, since, ongoing, never = self._extremes, self._since, self._ongoing_since, self._never
         if self._used and stored is not None and since is not None and ongoing is not None and never is not None:
             with torch.no_grad():
-                finite = stored[: self._used].isfinite()
-                if finite.device.type == "cpu" and bool(finite.all()):  # no sync is needed to know that
+                extremes = stored[: self._used]
+                if extremes.is_cpu and bool(extremes.sum().isfinite()):  # no sync is needed to know that all are
                     self._ongoing_since = never
-                else:
-                    bad = finite.all(dim=1).logical_not()
+                else:  # or the sum has overflowed
+                    bad = extremes.isfinite().all(dim=1).logical_not()
                     first = bad.to(torch.int32).argmax() + self._first_step
                     first = torch.where(bad[0] & (ongoing >= 0), ongoing, first)
                     self._since = torch.where(bad.any() & (since < 0), first, since)

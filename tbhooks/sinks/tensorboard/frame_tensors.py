@@ -22,7 +22,7 @@ from tbhooks.data import checksums, stats
 from tbhooks.data.artifacts import Artifact, Channels
 from tbhooks.data.artifacts.vectors import EXPERTS
 from tbhooks.data.frame import AS_SCALARS, CHANNEL, EVALUATION, METRIC, RECORDED_KINDS, SAMPLED, Frame, Site, Sites
-from tbhooks.data.stats import BASE, M2, M3, M4, STATS, Counts, Floats
+from tbhooks.data.stats import BASE, M2, M3, M4, Counts, Floats, Rows
 from tbhooks.sinks.scalar_selection import Indices, indices_of
 from tbhooks.sinks.tensorboard.histograms import SiteHistograms
 from tbhooks.sinks.tensorboard.protobuf import plugin_metadata, strings
@@ -121,9 +121,10 @@ def sampled_fractions(frame: Frame) -> dict[str, float]:
 def encode_values(values: Floats) -> tensor_pb2.TensorProto:
     """Rows as a float32 tensor [sites, STORED_COLUMNS]; a site that was not recorded in the step has count 0."""
     stored = values.copy()
-    stored[:, M2] = np.sqrt(values[:, M2] / np.maximum(stats.finite(values), 1.0))
+    rows = Rows(values)
+    stored[:, M2] = np.sqrt(values[:, M2] / rows.divisor)
     stored[:, BASE] = np.sqrt(values[:, BASE])
-    stored[:, M3], stored[:, M4] = STATS["skewness"](values), STATS["kurtosis"](values)
+    stored[:, M3], stored[:, M4] = rows.stat("skewness"), rows.stat("kurtosis")
     with np.errstate(over="ignore"):
         content = stored.astype("<f4").tobytes()
     dims = [tensor_shape_pb2.TensorShapeProto.Dim(size=size) for size in stored.shape]

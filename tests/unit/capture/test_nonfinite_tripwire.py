@@ -48,6 +48,18 @@ def test_nothing_is_recorded_if_all_gradients_are_finite() -> None:
     assert set(since(watching).values()) == {None}
 
 
+def test_finite_gradients_whose_sum_overflows_are_finite() -> None:
+    model = mlp()
+    with tbhooks.watch(model, every=5) as watching:
+        for _ in range(6):
+            forward(model)
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, 3e38)
+            sgd(model, lr=0.0).step()
+    assert watching.stats.errors == 0
+    assert set(since(watching).values()) == {None}
+
+
 def test_a_full_buffer_is_evaluated_between_logged_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nonfinite_tripwire, "MOST_STEPS", 4)
     model = mlp()

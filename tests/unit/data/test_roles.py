@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tbhooks.data.roles import gains, parameter_traits, pattern, robust_z, roles, summary
+from tbhooks.data.roles import Groups, gains, parameter_traits, pattern, robust_z, roles
 
 
 @pytest.mark.parametrize(
@@ -45,9 +45,32 @@ def test_the_parameters_of_modules_tell_apart_what_the_numbers_of_a_sequential_c
 
 
 def test_a_summary_names_the_least_and_the_most_and_skips_what_is_not_finite() -> None:
-    found = summary(np.array([3.0, np.nan, 1.0, np.inf, 8.0]))
+    numbers = np.array([9.0, 3.0, np.nan, 1.0, np.inf, 8.0])
+    found, unknown = Groups([np.arange(1, 6), np.array([2])]).summaries(numbers)
     assert (found.median, found.least, found.most, found.least_at, found.most_at) == (3.0, 1.0, 8.0, 2, 4)
-    assert summary(np.array([np.nan])).least_at == -1
+    assert unknown.least_at == unknown.most_at == -1
+    assert math.isnan(unknown.median)
+
+
+@given(
+    st.lists(st.floats() | st.integers(-2, 2).map(float), min_size=1, max_size=20),
+    st.lists(st.lists(st.integers(0, 10**6), max_size=40), max_size=8),
+)
+def test_groups_of_any_size_are_summarised_as_each_alone(numbers: list[float], places: list[list[int]]) -> None:
+    values = np.array(numbers)
+    groups = [np.array([place % len(values) for place in group], np.intp) for group in places]
+    found = Groups(groups).summaries(values)
+    assert len(found) == len(groups)
+    for summary, group in zip(found, groups, strict=True):
+        own = values[group]
+        known = own[np.isfinite(own)]
+        if not len(known):
+            assert (summary.least_at, summary.most_at) == (-1, -1)
+            continue
+        with np.errstate(over="ignore"):
+            assert summary.median == np.median(known)
+        assert (summary.least, summary.most) == (known.min(), known.max())
+        assert (summary.least_at, summary.most_at) == (own.tolist().index(known.min()), own.tolist().index(known.max()))
 
 
 def test_one_dead_layer_among_equal_ones_is_the_most_unusual() -> None:

@@ -81,6 +81,30 @@ def test_rows_merge_by_owner(owned: list[tuple[int, Array]]) -> None:
         assert_same_stats(reader(result[owner]), np.concatenate([np.zeros(0), *whole]), rel=1e-9)
 
 
+@settings(deadline=None, max_examples=100)
+@given(st.lists(ARRAYS, min_size=1, max_size=4))
+@example([np.array([-0.0]), np.array([-0.0, -1.0])])
+@example([np.array([1e76, -1e76]), np.zeros(0), np.array([np.nan])])
+def test_rows_that_are_merged_with_no_other_stay_the_same_to_the_bit(arrays: list[Array]) -> None:
+    odd = stats.empty_rows(2)
+    odd[0, [stats.COUNT, stats.NANS, stats.MEAN]] = 1, 1, 5.0  # a mean of nothing
+    odd[1, [stats.COUNT, stats.M2]] = 3, 1e308  # six times that is infinite
+    rows = np.array([row_of(data) for data in arrays])
+    assert_merges_alone(rows)
+    assert_merges_alone(np.concatenate([rows, odd[:1]]))
+    assert_merges_alone(np.concatenate([rows, odd[1:]]))
+
+
+def assert_merges_alone(rows: Array) -> None:
+    n = len(rows)
+    in_order = stats.merge(rows, np.arange(n), n)
+    backwards = stats.merge(rows[::-1], np.arange(n)[::-1], n)  # goes the long way
+    known = [column for column in range(stats.WIDTH) if column not in (stats.MIN, stats.MAX)]
+    assert in_order[:, known].tobytes() == backwards[:, known].tobytes()
+    extremes = rows[:, [stats.MIN, stats.MAX]]
+    assert in_order[:, [stats.MIN, stats.MAX]].tobytes() == extremes.tobytes()
+
+
 def test_an_owner_without_rows_gets_the_empty_row() -> None:
     result = stats.merge(row_of(np.ones(3))[None], np.array([1]), 3)
     assert np.array_equal(result[[0, 2]], stats.empty_rows(2))

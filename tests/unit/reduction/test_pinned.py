@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +16,42 @@ from tbhooks.reduction import pinned
 from tests.support import fake_device, fake_host_memory, moe_models, zoo
 from tests.support.fake_host_memory import HostMemory
 
+ROOT = Path(__file__).parents[3]
 STEPS = 4
+
+
+SCRIPT = """
+import os, threading, time, torch
+from pathlib import Path
+from tbhooks.capture.recording.device_buffer import Buffer, copy_out
+
+def wakes_of_others(work):
+    def wakes():
+        time.sleep(0.3)  # they wait actively for a while
+        own = str(threading.get_native_id())
+        texts = [(task / "status").read_text() for task in Path("/proc/self/task").iterdir() if task.name != own]
+        return sum(int(text.split("voluntary_ctxt_switches:")[1].split()[0]) for text in texts)
+
+    before = wakes()
+    work()
+    return wakes() - before
+
+torch.set_num_threads(2)
+buffer = Buffer(torch.zeros(()), True, 20_000)
+buffer.take_together(20_000)
+numbers = torch.zeros(1 << 22)
+print(wakes_of_others(lambda: (copy_out(buffer), buffer.reset())), wakes_of_others(lambda: numbers.add_(1)))
+"""
+
+
+def test_records_of_a_cpu_are_copied_without_other_threads() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], check=False, capture_output=True, text=True, timeout=120, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    of_records, of_torch = map(int, done.stdout.split())
+    assert of_records == 0
+    assert of_torch > 0  # what torch itself shares among threads
 
 
 @pytest.fixture

@@ -34,6 +34,9 @@ def assert_is_as_new(view: RunView, history: History) -> None:
         for mine, fresh in ((view.last(kind, 3), anew.last(kind, 3)), (view.start(kind), anew.start(kind))):
             assert mine.sites == fresh.sites
             assert np.array_equal(mine.values, fresh.values, equal_nan=True)
+            assert all(
+                np.array_equal(mine.stat(name), stats.STATS[name](fresh.values), equal_nan=True) for name in stats.STATS
+            )
             assert np.array_equal(mine.usual_maximum("rms"), fresh.usual_maximum("rms"), equal_nan=True)
 
 
