@@ -54,6 +54,15 @@ def test_records_of_a_cpu_are_copied_without_other_threads() -> None:
     assert of_torch > 0  # what torch itself shares among threads
 
 
+@pytest.mark.parametrize("tensor", [torch.arange(12.0).view(3, 4).t(), torch.ones(2).expand(3, 2), torch.ones(0, 3)])
+def test_a_copy_of_any_layout_is_equal_and_stays_so(tensor: Tensor) -> None:
+    expected = tensor.clone()
+    copied = pinned.download(tensor).tensor
+    tensor.untyped_storage().fill_(0)
+    assert copied.shape == expected.shape
+    assert torch.equal(copied, expected)
+
+
 @pytest.fixture
 def memory() -> Iterator[HostMemory]:
     with fake_host_memory.installed() as made:
