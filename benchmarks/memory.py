@@ -30,6 +30,7 @@ from models import WORKLOADS, chain, chain_loss
 
 import tbhooks
 import tbhooks.sinks.tensorboard  # in the bare process too: importing it is not what is measured
+from tbhooks.capture.recording.calls import ROOM
 from tbhooks.cli.bench import runner, timing, workload
 from tbhooks.cli.bench.timing import Variant
 
@@ -55,7 +56,7 @@ def buffers(watching: tbhooks.Watch) -> Numbers:
     """What is kept from one logged step to the next, in megabytes."""
     loop = watching._session
     block = loop.parameters._snapshots._block
-    records = sum(buffer.records * buffer.record_bytes for buffer in loop.recorder._buffers)
+    records = sum(buffer.header[ROOM] * buffer.record_bytes for buffer in loop.recorder._buffers)
     return {"records_mb": records / 1e6, "weight_copies_mb": (0 if block is None else block.nbytes) / 1e6}
 
 

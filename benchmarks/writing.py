@@ -178,7 +178,7 @@ def captured(layers: int, histograms: Any, directory: Path, steps: int = 6) -> l
                 optimizer.step()
     finally:
         Worker.submit = submit
-    return [step for step in kept if step.calls]
+    return [step for step in kept if len(step.calls)]
 
 
 def background(rounds: int, directory: Path, layers: int = LAYERS) -> dict[str, dict[str, float]]:
