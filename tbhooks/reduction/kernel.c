@@ -35,8 +35,8 @@ enum { BLOCK = 2048, FEW = 384, TABLES = 8, STRIDE = 400 };
 /* Two elements are counted at once, as one of all pairs of codes: a sign, and how many half-octaves a magnitude is above
  * `base`; 0 for all below. WORTH_PAIRS: in a smaller array it costs more to empty these tables than they save. HEADROOM:
  * the next blocks may have so many half-octaves more. */
-enum { STEPS = 32, CODES = 2 * STEPS, PAIR_TABLES = 4, PAIRS = CODES * CODES, PAIR_STRIDE = PAIRS + 32 };
-enum { WORTH_PAIRS = 16384, HEADROOM = 2 };
+enum { STEPS = 32, CODES = 2 * STEPS, PAIR_TABLES = 2, PAIRS = CODES * CODES, PAIR_STRIDE = PAIRS + 32 };
+enum { WORTH_PAIRS = 16384, HEADROOM = 2, AT_ONCE = 64 };
 
 /* Tables are emptied before a sum of their counts could overflow 16 bits. */
 enum { MOST_COUNTED = 65535 };
@@ -82,12 +82,13 @@ SCAN(double, int64_t)
  * `minus`, an array that is subtracted, or NULL: the differences are then written to `x` while they are scanned, so that
  * memory is read without a pause. */
 #define ZERO_APART(name, scan)                                                                                   \
-    static Scan name(float *x, const float *data, const float *minus, int n, double pivot) {                     \
-        if (minus) return pivot == 0 ? scan(x, data, minus, n, 0) : scan(x, data, minus, n, pivot);              \
-        return pivot == 0 ? scan(x, data, NULL, n, 0) : scan(x, data, NULL, n, pivot);                           \
+    static Scan name(float *x, const float *data, const float *minus, int n, int64_t ahead, double pivot) {      \
+        if (minus) return pivot == 0 ? scan(x, data, minus, n, ahead, 0) : scan(x, data, minus, n, ahead, pivot); \
+        return pivot == 0 ? scan(x, data, NULL, n, ahead, 0) : scan(x, data, NULL, n, ahead, pivot);             \
     }
 
-INLINE Scan scan_any(float *x, const float *data, const float *minus, int n, double pivot) {
+INLINE Scan scan_any(float *x, const float *data, const float *minus, int n, int64_t ahead, double pivot) {
+    (void)ahead;
     for (int i = 0; i < n && minus; i++) x[i] = data[i] - minus[i];
     return scan_float(minus ? x : data, n, pivot);
 }
@@ -115,8 +116,9 @@ INLINE Scan scan_rest(Scan scan, const float *x, int i, int n, double pivot) {
 
 AVX2 INLINE double add_lanes(__m256d x) { return (x[0] + x[1]) + (x[2] + x[3]); }
 
-/* With a third fewer instructions than the compiler finds: each half is widened straight from memory. */
-AVX2 INLINE Scan scan_8(float *differences, const float *data, const float *minus, int n, double pivot) {
+/* With a third fewer instructions than the compiler finds: each half is widened straight from memory. What is `ahead`, in
+ * elements, is fetched into the cache meanwhile: the processor does so only within a page of 4096 bytes. */
+AVX2 INLINE Scan scan_8(float *differences, const float *data, const float *minus, int n, int64_t ahead, double pivot) {
     const float *x = minus ? differences : data;
     __m256d sum[2] = {_mm256_setzero_pd(), _mm256_setzero_pd()}, squares[2] = {sum[0], sum[0]};
     __m256d cubes[2] = {sum[0], sum[0]}, fourths[2] = {sum[0], sum[0]};
@@ -125,6 +127,8 @@ AVX2 INLINE Scan scan_8(float *differences, const float *data, const float *minu
     const int even = n / 8 * 8;
 #pragma GCC unroll 2
     for (int i = 0; i < even; i += 8) {
+        _mm_prefetch((const char *)(data + i + ahead), _MM_HINT_T0);
+        if (minus) _mm_prefetch((const char *)(minus + i + ahead), _MM_HINT_T0);
         if (minus) _mm256_storeu_ps(differences + i, _mm256_loadu_ps(data + i) - _mm256_loadu_ps(minus + i));
         __m256 both = _mm256_loadu_ps(x + i);
         least = _mm256_min_ps(least, both);
@@ -157,7 +161,7 @@ AVX2 INLINE Scan scan_8(float *differences, const float *data, const float *minu
 }
 
 /* Zeros are counted under a mask. */
-AVX512 INLINE Scan scan_16(float *differences, const float *data, const float *minus, int n, double pivot) {
+AVX512 INLINE Scan scan_16(float *differences, const float *data, const float *minus, int n, int64_t ahead, double pivot) {
     const float *x = minus ? differences : data;
     const __m512i magnitude = _mm512_set1_epi32(INT32_MAX), one = _mm512_set1_epi32(1);
     __m512d sum[2] = {_mm512_setzero_pd(), _mm512_setzero_pd()}, squares[2] = {sum[0], sum[0]};
@@ -167,6 +171,8 @@ AVX512 INLINE Scan scan_16(float *differences, const float *data, const float *m
     const int even = n / 16 * 16;
 #pragma GCC unroll 2
     for (int i = 0; i < even; i += 16) {
+        _mm_prefetch((const char *)(data + i + ahead), _MM_HINT_T0);
+        if (minus) _mm_prefetch((const char *)(minus + i + ahead), _MM_HINT_T0);
         if (minus) _mm512_storeu_ps(differences + i, _mm512_loadu_ps(data + i) - _mm512_loadu_ps(minus + i));
         __m512 both = _mm512_loadu_ps(x + i);
         least = _mm512_min_ps(least, both);
@@ -399,47 +405,61 @@ INLINE int magnitude_of(double x) {
     return (int)(bits >> 22);
 }
 
-/* Returns how many elements were counted: a multiple of 32, or 0 if pairs do not pay for this block. The keys of those
- * below `base` are written down and counted one by one; if they are many, nothing is counted. */
+/* The keys of those in `chosen` are written to `keys_below`, in any order; returns how many. */
+AVX512 INLINE int write_below(uint32_t *keys_below, __m512i keys, __mmask32 chosen) {
+    /* As wide as AVX512F can compress. */
+    const __m512i first = _mm512_cvtepu16_epi32(_mm512_castsi512_si256(keys));
+    const __m512i second = _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(keys, 1));
+    const int found = __builtin_popcount(chosen & 0xffff);
+    _mm512_storeu_si512(keys_below, _mm512_maskz_compress_epi32((__mmask16)chosen, first));
+    _mm512_storeu_si512(keys_below + found, _mm512_maskz_compress_epi32((__mmask16)(chosen >> 16), second));
+    return found + __builtin_popcount(chosen >> 16);
+}
+
+/* 32 pairs of elements. Both tables are used in turns, as in `count`. */
+INLINE void add_pairs(Tally *tally, const uint16_t *pairs) {
+#pragma GCC unroll 32
+    for (int i = 0; i < AT_ONCE / 2; i++) tally->pairs[i % PAIR_TABLES][pairs[i]]++;
+}
+
+/* Returns how many elements were counted: a multiple of 64, or 0 if pairs do not pay for this array. The keys of those
+ * below `base` are written down and counted one by one; if they are many, the next block chooses a base of its own.
+ * Pairs are counted while those of the next elements are found, since the one waits for memory and the other computes. */
 AVX512 static int count_pairs(const float *x, int n, Scan scan, Tally *tally) {
-    uint32_t pairs[BLOCK / 2];
-    uint32_t below[BLOCK + 16];
-    const int even = n / 32 * 32, low = magnitude_of(scan.least), high = magnitude_of(scan.greatest);
+    uint16_t pairs[BLOCK / 2];
+    uint32_t below[BLOCK + 32];
+    const int even = n / AT_ONCE * AT_ONCE, low = magnitude_of(scan.least), high = magnitude_of(scan.greatest);
     int found = 0;
     if (tally->misses > 1) return 0;
     prepare_pairs(tally, low > high ? low : high);
-    const __m512i base = _mm512_set1_epi16((short)tally->base), sign = _mm512_set1_epi16(STEPS);
-    const __m512i magnitude = _mm512_set1_epi16(SIGN - 1), both = _mm512_set1_epi32(1 | CODES << 16);
-    const __m512i lowest = _mm512_set1_epi16(LOWEST);
-    for (int i = 0; i < even; i += 32) {
-        const __m512i a = _mm512_srli_epi32(_mm512_castps_si512(_mm512_loadu_ps(x + i)), 22);
-        const __m512i b = _mm512_srli_epi32(_mm512_castps_si512(_mm512_loadu_ps(x + i + 16)), 22);
-        const __m512i keys = _mm512_packus_epi32(a, b); /* in another order, which does not matter */
-        const __m512i magnitudes = _mm512_and_si512(keys, magnitude), above = _mm512_subs_epu16(magnitudes, base);
-        const __m512i codes = _mm512_or_si512(above, _mm512_and_si512(_mm512_srli_epi16(keys, 4), sign));
-        _mm512_storeu_si512(pairs + i / 2, _mm512_madd_epi16(codes, both));
-        const __mmask32 is_below = _mm512_mask_testn_epi16_mask(_mm512_cmpge_epi16_mask(magnitudes, lowest), above, above);
-        if (is_below == 0) continue;
-        /* As wide as AVX512F can compress; in the order that the pack left. */
-        const __m512i first = _mm512_cvtepu16_epi32(_mm512_castsi512_si256(keys));
-        const __m512i second = _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(keys, 1));
-        _mm512_storeu_si512(below + found, _mm512_maskz_compress_epi32((__mmask16)is_below, first));
-        found += __builtin_popcount(is_below & 0xffff);
-        _mm512_storeu_si512(below + found, _mm512_maskz_compress_epi32((__mmask16)(is_below >> 16), second));
-        found += __builtin_popcount(is_below >> 16);
-    }
-    if (found > n / 8) { /* the next block chooses a base of its own */
-        if (tally->used) empty_pairs(tally);
-        tally->misses++;
-        return 0;
-    }
     if (tally->used == 0) memset(tally->pairs, 0, sizeof tally->pairs);
-    for (int i = 0; i < even / 2; i += 2 * PAIR_TABLES)
-        for (int t = 0; t < 2 * PAIR_TABLES; t++) tally->pairs[t % PAIR_TABLES][pairs[i + t]]++;
+    const __m512i base = _mm512_set1_epi16((short)tally->base), sign = _mm512_set1_epi16(STEPS);
+    const __m512i magnitude = _mm512_set1_epi16(SIGN - 1), lowest = _mm512_set1_epi16(LOWEST);
+    const __m512i both = _mm512_set1_epi16(1 | CODES << 8);
+    for (int i = 0; i < even; i += AT_ONCE) {
+        __m512i keys[2], codes[2];
+        __mmask32 is_below[2];
+        for (int h = 0; h < 2; h++) {
+            const __m512i a = _mm512_srli_epi32(_mm512_castps_si512(_mm512_loadu_ps(x + i + 32 * h)), 22);
+            const __m512i b = _mm512_srli_epi32(_mm512_castps_si512(_mm512_loadu_ps(x + i + 32 * h + 16)), 22);
+            keys[h] = _mm512_packus_epi32(a, b); /* in another order, which does not matter */
+            const __m512i magnitudes = _mm512_and_si512(keys[h], magnitude);
+            const __m512i above = _mm512_subs_epu16(magnitudes, base);
+            codes[h] = _mm512_or_si512(above, _mm512_and_si512(_mm512_srli_epi16(keys[h], 4), sign));
+            is_below[h] = _mm512_mask_testn_epi16_mask(_mm512_cmpge_epi16_mask(magnitudes, lowest), above, above);
+        }
+        const __m512i narrow = _mm512_packus_epi16(codes[0], codes[1]);
+        _mm512_storeu_si512(pairs + i / 2, _mm512_maddubs_epi16(narrow, both));
+        if (i) add_pairs(tally, pairs + (i - AT_ONCE) / 2);
+        if (is_below[0] | is_below[1])
+            for (int h = 0; h < 2; h++) found += write_below(below + found, keys[h], is_below[h]);
+    }
+    if (even) add_pairs(tally, pairs + (even - AT_ONCE) / 2);
     if (found) use_tables(tally, found);
     for (int i = 0; i < found; i++) tally->tables[i % TABLES][bucket_of((uint16_t)below[i])]++;
     tally->used += even / 2, tally->left_out += found;
-    tally->misses = 0;
+    tally->misses = found > n / 8 ? tally->misses + 1 : 0;
+    if (tally->misses) empty_pairs(tally);
     return even;
 }
 #endif
@@ -481,7 +501,7 @@ INLINE float read_f16(const char *data, int64_t i) {
     else                                                                                                         \
         for (int i = 0; i < n; i++) x[i] = read(data, start + i)
 
-typedef Scan ScanFloat(float *, const float *, const float *, int, double);
+typedef Scan ScanFloat(float *, const float *, const float *, int, int64_t, double);
 
 /* What is to be done with one array; every field is 8 bytes long, so that an array of integers can hold many. */
 typedef struct {
@@ -537,9 +557,10 @@ INLINE void reduce(const Job *job, int64_t start, double *row, Tally *tally, Sca
             } else {
                 FILL(narrow, read_f32);
             }
-            scan = scan_block(narrow, x, less, n, pivot);
+            const int64_t left = x == narrow ? 0 : job->size - start - n, ahead = left < BLOCK ? left : BLOCK;
+            scan = scan_block(narrow, x, less, n, ahead, pivot);
             if (less) x = narrow;
-            if (cancels(scan, n)) scan = scan_block(NULL, x, NULL, n, pivot += scan.sum / n);
+            if (cancels(scan, n)) scan = scan_block(NULL, x, NULL, n, 0, pivot += scan.sum / n);
             if (job->counts && pairs && job->size >= WORTH_PAIRS && isfinite(scan.squares))
                 counted = pairs(x, n, scan, tally);
             if (job->counts && counted < n) find_buckets_float(x + counted, n - counted, buckets);
@@ -689,7 +710,6 @@ int tbhooks_reduce(const void *data, int64_t size, int64_t dtype, double *row, i
 
 /* Whether any of n values is not zero, minus zero counted as zero; `size` bytes each. */
 static int any(const char *data, int64_t n, int64_t size) {
-    enum { AT_ONCE = 64 };
     for (int64_t i = 0; i < n;) {
         const int64_t stop = n - i < AT_ONCE ? n : i + AT_ONCE;
         uint64_t bits = 0;
