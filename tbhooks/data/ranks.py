@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tbhooks.data.errors import ArgumentError, nearest
-from tbhooks.data.stats import STATS, Floats
+from tbhooks.data.stats import STATS, Floats, Rows
 
 SPREAD_STATS = tuple(name for name in STATS if name != "ratio")
 """The statistics that ranks are compared by. The ratio of an update is known for the whole parameter only."""
@@ -38,9 +38,9 @@ def empty(sites: int) -> Floats:
 
 def measure(values: Floats, site: NDArray[np.intp], rank: NDArray[np.intp], sites: int, world: int) -> Floats:
     """Spreads as [sites, SPREAD_STATS, FIELDS]; `site` and `rank` say where each row of `values` belongs."""
-    by_rank = np.full((len(SPREAD_STATS), world, sites), np.nan)
+    by_rank, rows = np.full((len(SPREAD_STATS), world, sites), np.nan), Rows(values)
     for i, name in enumerate(SPREAD_STATS):
-        by_rank[i, rank, site] = STATS[name](values)
+        by_rank[i, rank, site] = rows.stat(name)
     return _fields(by_rank)
 
 
@@ -51,9 +51,10 @@ def _fields(by_rank: Floats) -> Floats:
     known = ~np.isnan(by_rank)
     low, high = np.where(known, by_rank, np.inf), np.where(known, by_rank, -np.inf)
     count = known.sum(axis=1)
-    fields = np.stack(
-        [low.min(axis=1), low.argmin(axis=1), high.max(axis=1), high.argmax(axis=1), _median(low, count), count], axis=2
-    )
+    least, most = low.min(axis=1), high.max(axis=1)
+    with np.errstate(invalid="ignore"):
+        median = (least + most) / 2 if by_rank.shape[1] <= 2 else _median(low, count)
+    fields = np.stack([least, low.argmin(axis=1), most, high.argmax(axis=1), median, count], axis=2)
     fields[count == 0, : len(FIELDS) - 1] = np.nan
     return np.ascontiguousarray(fields.transpose(1, 0, 2))
 
@@ -62,8 +63,7 @@ def _median(with_unknown_last: Floats, known: NDArray[np.intp]) -> Floats:
     ordered = np.sort(with_unknown_last, axis=1)
     last = np.maximum(known - 1, 0)[:, None]
     low, high = (np.take_along_axis(ordered, place, axis=1)[:, 0] for place in (last // 2, (last + 1) // 2))
-    with np.errstate(invalid="ignore"):
-        middle: Floats = (low + high) / 2
+    middle: Floats = (low + high) / 2
     return middle
 
 

@@ -41,7 +41,7 @@ _UNUSED = -2
 """The shard of a parameter that this rank holds but does not train, while another rank trains it."""
 
 _HEADER = struct.Struct("<7q")
-_VERSION = 3
+_VERSION = 4
 # The number of the site, its shard, its row and its checksum.
 _ROW_BYTES = 24 + 8 * stats.WIDTH + 16
 # Compressed histogram of one site; that of a layer of GPT-2 takes 130 bytes.
@@ -84,12 +84,15 @@ class Writer:
         if rows < len(numbers):
             self.left_out.add("sites")
         room -= rows * _ROW_BYTES
-        counts = _packed(table.counts[:rows]) if table.counts.shape[1] else b""
+        # A buffer is sent as a whole, filled or not: only the first step, with all names, has to compress histograms.
+        is_named = self._named.issuperset(numbers.tolist())
+        budget = room if is_named and self.size != _UNLIMITED else 0
+        counts = _packed(table.counts[:rows], budget) if table.counts.shape[1] else b""
         if len(counts) > room:
             self.left_out.add("histograms")
             counts = b""
         room -= len(counts)
-        names = self._new_names(table.sites[:rows], numbers[:rows], room)
+        names = {} if is_named else self._new_names(table.sites[:rows], numbers[:rows], room)
         tail = json.dumps({**scalars, "names": names}, separators=(",", ":")).encode()
         header = _HEADER.pack(_VERSION, table.step, rows, len(counts), len(tail), table.group, len(table.sites))
         arrays = (numbers[:rows], table.shards[:rows], table.values[:rows], checksums_of(table)[:rows])
@@ -110,8 +113,7 @@ class Writer:
     def _new_names(self, sites: Sequence[Site], numbers: Integers, room: int) -> dict[str, list[str]]:
         """The names that were not sent before, as many as fit. Rows without a name are dropped by the reader."""
         names: dict[str, list[str]] = {}
-        new = () if self._named.issuperset(numbers.tolist()) else zip(sites, numbers.tolist(), strict=True)
-        for site, value in new:
+        for site, value in zip(sites, numbers.tolist(), strict=True):
             if value not in self._named:
                 entry = [site.path, site.kind, site.index]
                 room -= len(json.dumps({value: entry})) + 1
@@ -159,24 +161,31 @@ class Reader:
         )  # fmt: skip
 
 
-_RANGE = struct.Struct("<3q")
+_RANGE = struct.Struct("<4q")
 
 
-def _packed(counts: Counts) -> bytes:
-    """The range of buckets that has counts, in as few bytes as the largest count needs, compressed."""
+def _packed(counts: Counts, budget: int = 0) -> bytes:
+    """The range of buckets that has counts, in as few bytes as the largest count needs; compressed if that is more than
+    `budget` bytes.
+    """
     used = np.flatnonzero(counts.any(axis=0))
     first, last = (int(used[0]), int(used[-1]) + 1) if len(used) else (0, 0)
     most = counts.max(initial=0)
     width = 2 if most < 1 << 16 else 4 if most < 1 << 32 else 8
     some = np.ascontiguousarray(counts[:, first:last], f"<u{width}")
+    is_compressed = some.nbytes > budget
+    header = _RANGE.pack(first, last, width, is_compressed)
+    if not is_compressed:
+        return header + some.tobytes()
     compressor = zlib.compressobj(level=1, memLevel=9, strategy=zlib.Z_RLE)  # faster and smaller than level 1 alone
-    return b"".join((_RANGE.pack(first, last, width), compressor.compress(some.tobytes()), compressor.flush()))
+    return b"".join((header, compressor.compress(some.tobytes()), compressor.flush()))
 
 
 def _unpacked(data: bytes, rows: int) -> Counts:
-    first, last, width = _RANGE.unpack_from(data)
+    first, last, width, is_compressed = _RANGE.unpack_from(data)
+    content = data[_RANGE.size :]
     counts = np.zeros((rows, stats.BUCKETS), np.int64)
-    some = np.frombuffer(zlib.decompress(data[_RANGE.size :]), f"<u{width}")
+    some = np.frombuffer(zlib.decompress(content) if is_compressed else content, f"<u{width}")
     counts[:, first:last] = some.reshape(rows, last - first)
     return counts
 
@@ -286,6 +295,10 @@ def _merge_counts(tables: Sequence[StepTable], owner: NDArray[np.intp], kept: ND
     start = 0
     for table in (table for table in tables if len(table.sites)):
         mine = slice(start, start + len(table.sites))
+        if start == 0 and kept[mine].all():  # nearly always; those of the first rank are the first sites
+            merged[: mine.stop] = table.counts
+            start = mine.stop
+            continue
         merged[owner[mine][kept[mine]]] += table.counts[kept[mine]]  # a rank has a site only once
         start = mine.stop
     return merged

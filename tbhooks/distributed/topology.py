@@ -193,7 +193,10 @@ class GlooRankGroup:
         """Every rank gets the tables of all ranks, and merges them."""
         self._sent.numpy()[:] = np.frombuffer(self._writer.write(table), np.uint8)
         self._wait_for(distributed.all_gather(self._received, self._sent, group=self.group, async_op=True))
-        tables = [self._reader.read(data.numpy().tobytes()) for data in self._received]
+        tables = [
+            table if rank == self.rank and not self._writer.left_out else self._reader.read(data.numpy().tobytes())
+            for rank, data in enumerate(self._received)
+        ]
         if len({each.step for each in tables}) > 1:
             steps = ", ".join(f"rank {i} at {each.step}" for i, each in enumerate(tables[:8]))
             raise RuntimeError(f"ranks are not at the same step: {steps}")

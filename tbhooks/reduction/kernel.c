@@ -36,7 +36,7 @@ enum { BLOCK = 2048, FEW = 384, TABLES = 8, STRIDE = 400 };
  * `base`; 0 for all below. WORTH_PAIRS: in a smaller array it costs more to empty these tables than they save. HEADROOM:
  * the next blocks may have so many half-octaves more. */
 enum { STEPS = 32, CODES = 2 * STEPS, PAIR_TABLES = 2, PAIRS = CODES * CODES, PAIR_STRIDE = PAIRS + 32 };
-enum { WORTH_PAIRS = 16384, HEADROOM = 2, AT_ONCE = 64 };
+enum { WORTH_PAIRS = 4096, HEADROOM = 2, AT_ONCE = 64 };
 
 /* Tables are emptied before a sum of their counts could overflow 16 bits. */
 enum { MOST_COUNTED = 65535 };

@@ -42,7 +42,6 @@ class Summaries:
     """The summaries of a list of sites, each statistic computed once for all rows."""
 
     def __init__(self, sites: Sequence[Site], table: Mapping[str, tuple[str, ...]]) -> None:
-        self._sites = sites
         groups = list(_groups(sites, table))
         if sum(len(group.tags) for group in groups) > MOST_TAGS:  # hundreds of modules that have no role in common
             groups = [group for group in groups if group.name == ALL]
@@ -50,6 +49,8 @@ class Summaries:
         self._stats = list(dict.fromkeys(group.stat for group in groups))
         first = {stat: i * len(sites) for i, stat in enumerate(self._stats)}
         self._numbers = Groups([first[group.stat] + group.rows for group in groups])
+        # The start of each group's line in the table of extremes, and the names of its members.
+        self._lines = [(f"| {g.kind}.{g.stat} | `{g.name}` |", [sites[i].name for i in g.rows]) for g in groups]
         self.tags = [tag for group in groups for tag in group.tags]
         self._last: tuple[Floats, list[tuple[_Group, Summary]]] | None = None
 
@@ -64,12 +65,10 @@ class Summaries:
     def extremes(self, frame: Frame) -> str:
         """Which layer has the least and which the most of each statistic, as a table in Markdown."""
         lines = ["| statistic | of | least | at | most | at |", "|---|---|---|---|---|---|"]
-        for group, found in self._summaries(frame):
-            if len(group.rows) > 1 and found.least_at >= 0:
-                least, most = (self._sites[group.rows[i]].name for i in (found.least_at, found.most_at))
-                cells = (f"{group.kind}.{group.stat}", f"`{group.name}`", f"{found.least:.3g}", f"`{least}`",
-                         f"{found.most:.3g}", f"`{most}`")  # fmt: skip
-                lines.append(f"| {' | '.join(cells)} |")
+        for (start, names), (_, found) in zip(self._lines, self._summaries(frame), strict=True):
+            if len(names) > 1 and found.least_at >= 0:
+                least, most = names[found.least_at], names[found.most_at]
+                lines.append(f"{start} {found.least:.3g} | `{least}` | {found.most:.3g} | `{most}` |")
         return "\n".join(lines)
 
     def _summaries(self, frame: Frame) -> list[tuple[_Group, Summary]]:

@@ -121,3 +121,14 @@ def test_merged_ranks_share_running_means_of_logged_steps_and_stay_in_step(pool:
     assert first[1][0] == {0: 5.0, 2: 1.5, 4: 8.0, 6: 5.0, 8: 12.0}
     assert [result[0] for result in second] == [{}, {}]
     assert [result[1:] for result in (*first, *second)] == [(0, ())] * 4
+
+
+def test_what_does_not_fit_into_the_buffer_is_left_out_on_every_rank(pool: ProcessPool, tmp_path: Path) -> None:
+    by_rank = pool.values(jobs.sliced, 2, tmp_path / "ranks", False, None, 4000)
+    (first, _, messages), (second, _, _) = by_rank
+    assert len(first) == len(second) == 3
+    for one, other in zip(first, second, strict=True):
+        assert list(one.sites) == list(other.sites)
+        assert np.array_equal(one.values, other.values, equal_nan=True)
+        assert 0 < len(one.sites) < 20
+    assert any("the buffer that ranks exchange is too small for all sites" in message for message in messages)

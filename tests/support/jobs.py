@@ -903,12 +903,16 @@ def flipped_bit(rank: int, wrap: str, at: int | None, steps: int = 5) -> Any:
     return found, flights, [each.message for each in w.findings], w.stats.errors, w.stats.messages
 
 
-def sliced(rank: int, in_slices: bool, dies: int | None = None) -> Any:
-    """A training without communication of its own. With `in_slices` ranks merge as they do in large jobs."""
-    from tbhooks.distributed import topology
+def sliced(rank: int, in_slices: bool, dies: int | None = None, size: int | None = None) -> Any:
+    """A training without communication of its own. With `in_slices` ranks merge as they do in large jobs; `size` is
+    that of the buffer they exchange.
+    """
+    from tbhooks.distributed import merge, topology
 
     if in_slices:
         topology.MOST_FOR_ALL_GATHER = 0
+    if size is not None:
+        merge.capacity = lambda sites, with_buckets: size
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     w = tbhooks.watch(model, None, EVERY, ranks="merge", rules=())

@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Set
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -122,18 +123,16 @@ class DeadUnits:
 
     def _log_entries(self, recorder: Recorder) -> bool:
         """The same for what hooks in C have added, if that is all there is, and each site was called once."""
-        by_site = {name: (start, width, samples) for _, name, start, width, samples in self._entries}
-        if self._peaks or len(by_site) < len(self._entries):
+        if self._peaks or len({name for _, name, *_ in self._entries}) < len(self._entries):
             return False
-        by_width: dict[int, tuple[list[str], list[int]]] = {}
-        for name, (start, width, samples) in by_site.items():
-            if samples >= FEWEST_SAMPLES:
-                names, starts = by_width.setdefault(width, ([], []))
-                names.append(_tag(name))
-                starts.append(start)
-        for width, (names, starts) in by_width.items():
-            units = torch.tensor(starts, device="cpu").unsqueeze(1) + torch.arange(width, device="cpu")
-            recorder.scalars(names, _dead_share(self._block[units]))
+        counted = [entry[1:4] for entry in self._entries if entry[4] >= FEWEST_SAMPLES]
+        if counted:
+            names, starts, widths = zip(*counted, strict=True)
+            width = np.array(widths)
+            bounds = np.stack([starts, starts + width], axis=1).ravel()
+            alive = np.add.reduceat(np.append(self._block[: bounds.max()].numpy(), 0), bounds)[::2]
+            dead = (width - alive).astype(np.float32) / width.astype(np.float32)
+            recorder.known_scalars(dict(zip(map(_tag, names), dead.tolist(), strict=True)))
         return True
 
     def forget(self) -> None:

@@ -220,7 +220,7 @@ def check_counts(x: Tensor) -> None:
 @pytest.mark.parametrize("kind", LARGE)
 def test_large_arrays_are_counted_exactly(kind: str, dtype: torch.dtype) -> None:
     torch.manual_seed(2)
-    for n in (16_384, 20_003):
+    for n in (4_096, 5_001, 16_384, 20_003):
         check_counts(LARGE[kind](n).to(dtype))
 
 
@@ -232,7 +232,7 @@ def test_counts_may_be_more_than_16_bits_hold(kind: str) -> None:
 
 def test_arrays_of_one_call_are_counted_apart() -> None:
     torch.manual_seed(4)
-    sizes = (20_000, 5, 3_000, 16_384, 400, 200_000, 2_048)
+    sizes = (20_000, 5, 3_000, 4_096, 16_384, 400, 200_000, 2_048)
     tensors = [LARGE[kind](n).float() for kind in ("normal", "wide", "zeros") for n in sizes]
     rows = torch.zeros(len(tensors), WIDTH, dtype=torch.float64)
     counts = torch.zeros(len(tensors), SLOTS, dtype=torch.int32)
