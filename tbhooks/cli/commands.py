@@ -22,8 +22,8 @@ from tbhooks.runs import brief, compare, report_data
 from tbhooks.runs.run import check_run, every_run, one_run
 from tbhooks.views import report_html, report_text
 
-# Exit codes: `check` found an issue; a command failed; Ctrl-C, as shells report it.
-FOUND, FAILED, INTERRUPTED = 1, 2, 130
+# Exit codes: `check` found an issue; a command failed; Ctrl-C, and a reader that closed the pipe, as shells report them.
+FOUND, FAILED, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
 # Smaller runs are read so fast that they need no progress line.
 _PROGRESS_FROM_BYTES = 64 << 20
 
@@ -45,7 +45,13 @@ exit codes: 0, or that of the script under "run"; 1 if "check" finds an issue of
 def main(arguments: Sequence[str]) -> int:
     """Runs any subcommand but `run`, which `tbhooks.cli.main` handles. Returns the exit code."""
     options = parser().parse_args(arguments)
-    code: int = options.verb(options)
+    try:
+        code: int = options.verb(options)
+        sys.stdout.flush()
+    except BrokenPipeError:  # as in `tbhooks report run | head`
+        # Python flushes stdout once more when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PIPE_CLOSED
     return code
 
 

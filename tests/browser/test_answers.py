@@ -146,6 +146,8 @@ def test_four_runs_are_compared_with_four_actions(models: Pages) -> None:
     expect(tab.frame.locator(".menu-button", has_text="Compare: 4 runs")).to_be_visible()
     tab.settle()
     assert len(tab.layout()["panes"]) == 4
+    expect(tab.frame.locator(".fresh").first).to_contain_text("baseline, outlier, vanishing: last step 590")
+    expect(tab.frame.locator(".fresh").last).to_contain_text("diverged: failed")
     assert do.count <= 4
 
 

@@ -502,6 +502,25 @@ def test_how_long_ago_a_run_ended_is_in_words(page: Any) -> None:
     assert texts[1][0]["text"] == "finished on 1 January 1970; last step 9"
 
 
+AGES = """async ([base, runs, now]) => {
+  const { ages } = await import(base + "core/status.js");
+  return ages(runs, now).map((line) => line.text);
+}"""
+
+
+def test_every_run_on_show_is_in_a_line_with_those_of_its_state_or_counted(page: Any) -> None:
+    def lines(lasts: list[int]) -> list[str]:
+        runs = [{"name": f"r{i}", "last_step": last, "last_time": 1000.0, "state": "failed", "has_ended": True}
+                for i, last in enumerate(lasts)]  # fmt: skip
+        found: list[str] = page.evaluate(AGES, [STATIC, runs, 1240.0])
+        return found
+
+    assert lines([9]) == ["failed 4 min ago; last step 9"]
+    assert lines([9, 8, 9]) == ["r0, r2: failed 4 min ago; last step 9", "r1: failed 4 min ago; last step 8"]
+    assert lines([9] * 12) == ["r0, r1, r2, r3 and 8 more: failed 4 min ago; last step 9"]
+    assert lines([1, 2, 3, 4, 4])[2:] == ["r2: failed 4 min ago; last step 3", "and 2 more runs"]
+
+
 DEPTH = """async ([base, roles, layers]) => {
   const { buildRoles, firstDepth } = await import(base + "map/tree.js");
   const siteOf = (layer, part) => {

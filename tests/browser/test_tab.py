@@ -68,7 +68,8 @@ def test_the_map_of_the_address_is_asked_for_before_the_page_is_built_and_once(p
     page.goto(pages.address + ALONE + "#tbhooks&" + parameters(run="first", vs="second", kind="activation"))
     tab = Tab(page, page)
     tab.settle()
-    expect(page.locator(".fresh")).to_have_count(2)
+    expect(page.locator(".fresh").first).to_contain_text("first")
+    expect(page.locator(".fresh").last).to_contain_text("second")
     asked = page.evaluate("window.asked")
     assert sorted(name for name, _ in asked) == sorted(["runs", "findings", *2 * ["matrix", "scalars", "sites"]])
     assert [name for name, built in asked if built] == []

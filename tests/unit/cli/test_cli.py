@@ -31,6 +31,15 @@ def test_a_wrong_command_says_what_there_is() -> None:
     assert "demo" in done.stderr
 
 
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    receiver, sender = os.pipe()
+    os.close(receiver)
+    command = [sys.executable, "-m", "tbhooks", "rules"]
+    done = subprocess.run(command, stdout=sender, stderr=subprocess.PIPE, text=True, timeout=240, check=False)
+    os.close(sender)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
 @pytest.fixture(scope="module")
 def demo(scripts: ScriptHost, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Where the demo ran, and what it printed."""

@@ -15,6 +15,26 @@ export function strangers([first, ...others]) {
   });
 }
 
+const MOST_NAMES = 4;
+const MOST_LINES = 3;
+
+/** The state of all runs on show, in one line for those that are in the same state. */
+export function ages(runs, now) {
+  const groups = new Map();
+  for (const run of runs) {
+    const { live, text } = freshness(run, now);
+    const group = groups.get(text) ?? { live, names: [] };
+    groups.set(text, { live: group.live || live, names: [...group.names, run.name] });
+  }
+  const lines = [...groups].map(([text, { live, names }]) => {
+    const rest = names.length - MOST_NAMES;
+    const who = names.slice(0, MOST_NAMES).join(", ") + (rest > 0 ? ` and ${rest} more` : "");
+    return { live, text: runs.length > 1 ? `${who}: ${text}` : text };
+  });
+  const unsaid = [...groups.values()].slice(MOST_LINES).flatMap(({ names }) => names).length;
+  return [...lines.slice(0, MOST_LINES), ...(unsaid ? [{ live: false, text: `and ${unsaid} more ${unsaid > 1 ? "runs" : "run"}` }] : [])];
+}
+
 export function createStatus({ banner, status }) {
   const troubles = { server: null, gone: null, problem: null };
   let answeredAt = null;
@@ -32,11 +52,6 @@ export function createStatus({ banner, status }) {
   function set(name, text) {
     troubles[name] = text;
     refresh();
-  }
-
-  function line(run, list, several) {
-    const { live, text } = freshness(run, list.now);
-    return html("span", { class: live ? "fresh live" : "fresh" }, several ? `${run.name}: ${text}` : text);
   }
 
   /** Notes about the data that matter for reading the map. */
@@ -71,9 +86,10 @@ export function createStatus({ banner, status }) {
       said = setTimeout(() => (word.textContent = ""), 4000);
     },
     show(list, choice, matrices, model) {
-      const shown = choice.runs.slice(0, 3).map((name) => runNamed(list, name)).filter(Boolean);
+      const shown = choice.runs.map((name) => runNamed(list, name)).filter(Boolean);
       const notes = remarks(matrices, model).map((text) => html("span", { class: "remark" }, text));
-      runs.replaceChildren(...shown.map((run) => line(run, list, shown.length > 1)), ...notes);
+      const lines = ages(shown, list.now).map(({ live, text }) => html("span", { class: live ? "fresh live" : "fresh" }, text));
+      runs.replaceChildren(...lines, ...notes);
     },
   };
 }
