@@ -22,7 +22,7 @@ from tbhooks.runs import brief, compare, report_data
 from tbhooks.runs.run import check_run, every_run, one_run
 from tbhooks.views import report_html, report_text
 
-# Exit codes: `check` found an issue; a command failed; Ctrl-C, and a reader that closed the pipe, as shells report them.
+# Exit codes: `check` found an issue; a command failed; as shells report them, Ctrl-C and a pipe that its reader closed.
 FOUND, FAILED, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
 # Smaller runs are read so fast that they need no progress line.
 _PROGRESS_FROM_BYTES = 64 << 20
