@@ -746,7 +746,7 @@ INLINE int32_t mark_alive(const char *data, const int64_t rows, int64_t n, int64
 }
 
 /* Of values [outer][units][inner], sets alive[unit] to 1 where any of a unit's is not zero. Units that are
- * known to be alive are not read, so that a healthy layer costs a glance. */
+ * known to be alive are not read: of a layer without dead units, hardly anything is. */
 int tbhooks_find_alive(const char *data, int64_t dtype, int64_t outer, int64_t units, int64_t inner, float *alive) {
     if (dtype < F32 || dtype > F16 || outer < 0 || units < 0 || inner < 0) return -1;
     const int64_t size = WIDTHS[dtype], run = inner * size;
