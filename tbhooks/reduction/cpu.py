@@ -160,6 +160,15 @@ def find_alive(numbers: Tensor, unit_dimension: int, alive: Tensor) -> None:
     )
 
 
+def dead_shares(alive: Tensor, starts: Sequence[int], widths: Sequence[int]) -> list[float]:
+    """Returns the share of zeros in each part of `alive`, which has ones and zeros: its start, and its length."""
+    width = np.array(widths)
+    bounds = np.stack([starts, starts + width], axis=1).ravel()
+    ones = np.add.reduceat(np.append(alive[: bounds.max()].numpy(), 0), bounds)[::2]
+    shares: list[float] = ((width - ones).astype(np.float32) / width.astype(np.float32)).tolist()
+    return shares
+
+
 def copied(numbers: Tensor) -> Tensor:
     """A copy in new memory, made by this thread alone: torch would share the work among threads, and wait for them
     where other processes use the cores.

@@ -12,7 +12,6 @@ import itertools
 from collections.abc import Set
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -128,11 +127,8 @@ class DeadUnits:
         counted = [entry[1:4] for entry in self._entries if entry[4] >= FEWEST_SAMPLES]
         if counted:
             names, starts, widths = zip(*counted, strict=True)
-            width = np.array(widths)
-            bounds = np.stack([starts, starts + width], axis=1).ravel()
-            alive = np.add.reduceat(np.append(self._block[: bounds.max()].numpy(), 0), bounds)[::2]
-            dead = (width - alive).astype(np.float32) / width.astype(np.float32)
-            recorder.known_scalars(dict(zip(map(_tag, names), dead.tolist(), strict=True)))
+            shares = cpu.dead_shares(self._block, starts, widths)
+            recorder.known_scalars(dict(zip(map(_tag, names), shares, strict=True)))
         return True
 
     def forget(self) -> None:
