@@ -522,6 +522,25 @@ INLINE void start_row(double *row) {
     row[MAX] = -INFINITY;
 }
 
+/* A copy from this many bytes on is not expected to be in the cache when it is read again. */
+enum { WORTH_STREAM = 1 << 18 };
+
+/* `is_long` copies are written past the cache: a line that is written there would be read from memory first. */
+INLINE void copy_block(char *to, const char *from, int64_t size, int is_long) {
+    int64_t done = 0;
+#if defined(__x86_64__)
+    if (is_long && (uintptr_t)to % 16 == 0) {
+        for (; done + 64 <= size; done += 64)
+            for (int i = 0; i < 64; i += 16)
+                _mm_stream_si128((__m128i *)(to + done + i), _mm_loadu_si128((const __m128i *)(from + done + i)));
+        _mm_sfence();
+    }
+#else
+    (void)is_long;
+#endif
+    memcpy(to + done, from + done, (size_t)(size - done));
+}
+
 INLINE void reduce(const Job *job, int64_t start, double *row, Tally *tally, ScanFloat *scan_block, CountPairs *pairs) {
     float narrow[BLOCK];
     double wide[BLOCK];
@@ -568,7 +587,7 @@ INLINE void reduce(const Job *job, int64_t start, double *row, Tally *tally, Sca
         }
         if (job->copy) {
             const int64_t width = WIDTHS[job->dtype];
-            memcpy(job->copy + start * width, data + start * width, (size_t)(n * width));
+            copy_block(job->copy + start * width, data + start * width, n * width, job->size * width >= WORTH_STREAM);
         }
         if (isfinite(scan.squares)) {
             merge(row, n, pivot, scan, 1);

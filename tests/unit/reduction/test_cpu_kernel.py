@@ -417,12 +417,16 @@ def test_the_threads_are_those_torch_has_already() -> None:
     assert len(list(Path("/proc/self/task").iterdir())) == before
 
 
-def test_a_copy_is_made_while_reading() -> None:
-    x = torch.randn(100_003)
-    copy, row = torch.zeros_like(x), torch.zeros(WIDTH, dtype=torch.float64)
-    cpu.reduce_all([cpu.job(x, row.data_ptr(), cpu.NULL, cpu.NULL, copy.data_ptr())])
-    assert torch.equal(x, copy)
-    assert row[stats.COUNT] == len(x)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_copy_is_made_while_reading(dtype: torch.dtype) -> None:
+    for n, offset in ((10_007, 0), (300_001, 0), (300_001, 1)):  # longer ones are written past the cache, if aligned
+        x, row = torch.randn(n).to(dtype), torch.zeros(WIDTH, dtype=torch.float64)
+        block = torch.zeros(n + offset + 8, dtype=dtype)
+        copy = block[offset : offset + n]
+        cpu.reduce_all([cpu.job(x, row.data_ptr(), cpu.NULL, cpu.NULL, copy.data_ptr())])
+        assert torch.equal(x, copy)
+        assert not block[:offset].any()
+        assert not block[offset + n :].any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
