@@ -44,7 +44,8 @@ WITHOUT_TORCH = ("data", "drawing", "rules", "sinks", "delivery", "runs", "views
 UPWARD = ("views", "display")
 HOOKS = {"register_forward_hook", "register_forward_pre_hook", "register_hook"}
 WAITS_FOR_THE_DEVICE = {"item", "cpu", "tolist", "numpy"}
-READS_TENSORS_OF_THE_CPU_ONLY = {"capture.step.manual_updates", "reduction.cpu", "collectors.embeddings"}  # NumPy labels
+# Of `collectors.embeddings` these are labels in NumPy.
+READS_TENSORS_OF_THE_CPU_ONLY = {"capture.step.manual_updates", "reduction.cpu", "collectors.embeddings"}
 NEVER_IMPORTED_BY_DEFAULT = (
     "tensorboardX",
     "sklearn",
