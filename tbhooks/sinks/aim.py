@@ -6,9 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from tbhooks.data.frame import Frame
-from tbhooks.sinks.findings_text import FindingsText
 from tbhooks.sinks.scalar_selection import is_summarised, scalar_table, scalars_of
-from tbhooks.sinks.uniform_bins import histograms_of
+from tbhooks.sinks.trackers import FindingsText, histograms_of
 
 FINDINGS = "tbhooks_findings"
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from tbhooks.data.errors import ArgumentError
 from tbhooks.data.frame import Frame
-from tbhooks.sinks.findings_text import FindingsText
 from tbhooks.sinks.scalar_selection import scalar_table, scalars_of
+from tbhooks.sinks.trackers import FindingsText
 
 MAX_METRICS = 1000
 MAX_NAME_LENGTH = 250

@@ -9,10 +9,9 @@ from typing import Any
 
 from tbhooks.data.errors import ArgumentError
 from tbhooks.data.frame import Frame
-from tbhooks.sinks.findings_text import FindingsText
 from tbhooks.sinks.flush_hooks import call_before
 from tbhooks.sinks.scalar_selection import scalar_table, scalars_of
-from tbhooks.sinks.step_counter import unmoved
+from tbhooks.sinks.trackers import FindingsText, unmoved
 
 FINDINGS = "tbhooks/findings"
 

@@ -12,11 +12,9 @@ from typing import Any
 from tbhooks.data.errors import ArgumentError
 from tbhooks.data.frame import Frame
 from tbhooks.sinks.alerts import Alerts
-from tbhooks.sinks.findings_text import FindingsText
 from tbhooks.sinks.flush_hooks import call_before
 from tbhooks.sinks.scalar_selection import is_summarised, scalar_table, scalars_of
-from tbhooks.sinks.step_counter import unmoved
-from tbhooks.sinks.uniform_bins import histograms_of
+from tbhooks.sinks.trackers import FindingsText, histograms_of, unmoved
 
 FINDINGS = "tbhooks/findings"
 _LEVELS = {"info": "INFO", "warning": "WARN", "error": "ERROR"}

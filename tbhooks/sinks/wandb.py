@@ -15,10 +15,9 @@ from tbhooks.data.errors import ArgumentError, TbhooksError
 from tbhooks.data.frame import Frame
 from tbhooks.data.stats import Counts, Floats
 from tbhooks.sinks.alerts import Alerts
-from tbhooks.sinks.findings_text import FindingsText
 from tbhooks.sinks.flush_hooks import call_before
 from tbhooks.sinks.scalar_selection import is_summarised, scalar_table, scalars_of
-from tbhooks.sinks.uniform_bins import BINS, histograms_of
+from tbhooks.sinks.trackers import BINS, FindingsText, histograms_of
 
 STEP = "tbhooks/step"
 FINDINGS = "tbhooks/findings"

@@ -9,7 +9,7 @@ import pytest
 
 from tbhooks.data import stats
 from tbhooks.data.frame import Site
-from tbhooks.sinks.uniform_bins import BINS, histograms_of, rebinned
+from tbhooks.sinks.trackers import BINS, histograms_of, rebinned
 from tests.support import reference
 from tests.support.frames import make_frame
 
