@@ -52,7 +52,7 @@ def _fields(by_rank: Floats) -> Floats:
     low, high = np.where(known, by_rank, np.inf), np.where(known, by_rank, -np.inf)
     count = known.sum(axis=1)
     least, most = low.min(axis=1), high.max(axis=1)
-    with np.errstate(invalid="ignore"):
+    with np.errstate(invalid="ignore"):  # the median of one or two is halfway between their extremes
         median = (least + most) / 2 if by_rank.shape[1] <= 2 else _median(low, count)
     fields = np.stack([least, low.argmin(axis=1), most, high.argmax(axis=1), median, count], axis=2)
     fields[count == 0, : len(FIELDS) - 1] = np.nan
