@@ -38,20 +38,15 @@ examples:
 In a script: tbhooks.watch(model, writer, every=100)
 
 exit codes: 0, or that of the script under "run"; 1 if "check" finds an issue of the --fail-on severity or a check of
-"selftest" fails; 2 if an argument is wrong or a run cannot be read; 130 after Ctrl-C.
+"selftest" fails; 2 if an argument is wrong or a run cannot be read; 130 after Ctrl-C;
+141 if the reader of the output has closed the pipe.
 """
 
 
 def main(arguments: Sequence[str]) -> int:
     """Runs any subcommand but `run`, which `tbhooks.cli.main` handles. Returns the exit code."""
     options = parser().parse_args(arguments)
-    try:
-        code: int = options.verb(options)
-        sys.stdout.flush()
-    except BrokenPipeError:  # as in `tbhooks report run | head`
-        # Python flushes stdout once more when it ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return PIPE_CLOSED
+    code: int = options.verb(options)
     return code
 
 
@@ -161,9 +156,15 @@ def _width() -> int:
 
 
 def _print(text: str) -> None:
-    """Prints text; characters that the terminal's encoding lacks become question marks."""
+    """Prints text; characters that the terminal's encoding lacks become question marks. Ends the command if nobody
+    reads any more.
+    """
     encoding = sys.stdout.encoding or "utf-8"
-    print(text.rstrip("\n").encode(encoding, errors="replace").decode(encoding))
+    try:
+        print(text.rstrip("\n").encode(encoding, errors="replace").decode(encoding), flush=True)
+    except BrokenPipeError:  # as in `tbhooks report run | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout once more when it ends
+        raise SystemExit(PIPE_CLOSED) from None
 
 
 # --- check --------------------------------------------------------------------------------------------

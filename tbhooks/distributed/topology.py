@@ -193,7 +193,7 @@ class GlooRankGroup:
         """Every rank gets the tables of all ranks, and merges them."""
         self._sent.numpy()[:] = np.frombuffer(self._writer.write(table), np.uint8)
         self._wait_for(distributed.all_gather(self._received, self._sent, group=self.group, async_op=True))
-        tables = [
+        tables = [  # its own as others read it: unless something did not fit, that is the table itself
             table if rank == self.rank and not self._writer.left_out else self._reader.read(data.numpy().tobytes())
             for rank, data in enumerate(self._received)
         ]

@@ -127,8 +127,8 @@ class DeadUnits:
         counted = [entry[1:4] for entry in self._entries if entry[4] >= FEWEST_SAMPLES]
         if counted:
             names, starts, widths = zip(*counted, strict=True)
-            shares = cpu.dead_shares(self._block, starts, widths)
-            recorder.known_scalars(dict(zip(map(_tag, names), shares, strict=True)))
+            for name, share in zip(names, cpu.dead_shares(self._block, starts, widths), strict=True):
+                recorder.scalar(_tag(name), share)
         return True
 
     def forget(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import replace
 from functools import partial
 
@@ -318,11 +318,6 @@ class Recorder:
                 buffer.row(record)[: len(part)].copy_(part.detach())
                 for column, tag in enumerate(tags[start : start + stats.WIDTH]):
                     self._scalars[tag] = (number, record, column)
-
-    def known_scalars(self, scalars: Mapping[str, float]) -> None:
-        """Records scalars that need no copy from a device."""
-        with self._lock:
-            self._scalars.update(scalars)
 
     def attach(self, tensor: Tensor, is_own: bool = False) -> Attached:
         """Copies a tensor as it is now to the host with the step. With `is_own` nothing else will change it."""

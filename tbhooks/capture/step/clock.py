@@ -279,12 +279,9 @@ class Clock:
         """Returns the ids of the model's parameters that the optimizer updates."""
         if self._model() is None:
             return frozenset()
-        count, first = 0, 0
-        for group in optimizer.param_groups:  # groups may be added at any time, and DeepSpeed ZeRO exchanges them
-            parameters = group["params"]
-            count += len(parameters)
-            first = first or (id(parameters[0]) if parameters else 0)
-        held = count, first
+        groups = [group["params"] for group in optimizer.param_groups]
+        # Groups may be added at any time, and DeepSpeed ZeRO exchanges them.
+        held = sum(map(len, groups)), next((id(group[0]) for group in groups if group), 0)
         known = self._owned.get(optimizer)
         if known is None or known.held != held or optimizer not in self._is_checked:
             known = self._owned[optimizer] = self._find_owned(optimizer, held, known)
@@ -353,8 +350,6 @@ class Clock:
 
 def has_closure(args: Any, kwargs: Any) -> bool:
     """Whether `optimizer.step` was called with a closure; args[0] is the optimizer itself."""
-    if len(args) < 2 and not kwargs:  # nearly always
-        return False
     return any(value is not None for value in (*args[1:], kwargs.get("closure")))
 
 

@@ -425,6 +425,7 @@ def test_a_copy_is_made_while_reading(dtype: torch.dtype) -> None:
         copy = block[offset : offset + n]
         cpu.reduce_all([cpu.job(x, row.data_ptr(), cpu.NULL, cpu.NULL, copy.data_ptr())])
         assert torch.equal(x, copy)
+        assert row[stats.COUNT] == n
         assert not block[:offset].any()
         assert not block[offset + n :].any()
 

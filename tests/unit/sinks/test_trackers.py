@@ -1,4 +1,4 @@
-"""Bins of one width: whole counts, all of them, and where the numbers lie to the bucket."""
+"""Histograms for trackers, with bins of one width: all counts, whole, and where the numbers lie to the bucket."""
 
 from __future__ import annotations
 
