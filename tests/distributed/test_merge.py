@@ -183,6 +183,18 @@ def test_what_does_not_fit_is_left_out_and_reported_and_the_length_stays() -> No
         assert len(writer.write(sent)) == size
 
 
+def test_histograms_that_fit_only_when_compressed_are_compressed() -> None:
+    sent = table({Site(f"layer{i}", "activation"): np.arange(9.0) for i in range(40)})
+    counts = sent.counts.copy()
+    counts[:, [0, -1]] = 1 << 33  # all buckets, in 8 bytes each
+    sent = replace(sent, counts=counts)
+    writer, reader = Writer(merge.capacity(40, with_buckets=True)), Reader()
+    assert counts.nbytes > writer.size
+    for _ in range(3):
+        assert np.array_equal(reader.read(writer.write(sent)).counts, counts)
+    assert not writer.left_out
+
+
 def test_a_name_that_has_to_wait_for_room_comes_later() -> None:
     first, second = (table({Site(f"{word}{i}", "activation"): np.ones(1) for i in range(12)}) for word in "ab")
     both = table({site: np.ones(1) for site in (*first.sites, *second.sites)})
